@@ -1,0 +1,184 @@
+"""Runs the steps of a plan on slots. Storage has been checked before."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnxruntime
+
+from onnx_inplace.compiler import errors, planner, positions
+from onnx_inplace.numba_kernels import dense
+
+Action = Callable[[list], None]
+
+
+def address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+def compile_block(block: planner.Block) -> Action:
+    """Make one closure per step; no dispatch is left for run time."""
+    actions = [_COMPILE[type(step)](step) for step in block.steps]
+
+    def act(slots: list) -> None:
+        for action in actions:
+            action(slots)
+
+    return actions[0] if len(actions) == 1 else act
+
+
+def options() -> onnxruntime.SessionOptions:
+    o = onnxruntime.SessionOptions()
+    o.intra_op_num_threads = o.inter_op_num_threads = 1
+    o.log_severity_level = 3
+    return o
+
+
+def _standard(step: plannerner.Standard) -> Action:
+    session = onnxruntime.InferenceSession(step.model, options(), providers=["CPUExecutionProvider"])
+    run, inputs, outputs = session._sess.run, step.inputs, step.outputs
+    names = [name for name, _ in outputs]
+    places = [slot for _, slot in outputs]
+
+    def act(slots: list) -> None:
+        for place, value in zip(places, run(names, {name: slots[slot] for name, slot in inputs}, None)):
+            slots[place] = value
+
+    return act
+
+
+def violation(root: str, position: np.ndarray, length: int, capacity: int) -> errors.CapacityError:
+    rows = np.reshape(position, -1)
+    row = next(i for i, p in enumerate(rows) if not 0 <= p <= capacity - length)
+    return errors.CapacityError(root, int(rows[row]), length, capacity, row if np.ndim(position) else None)
+
+
+def _write(step: plannerner.Write) -> Action:
+    axis, root = step.axis, step.root
+
+    def act(slots: list) -> None:
+        cache, values, position = slots[step.cache], slots[step.values], slots[step.position]
+        capacity, length = cache.shape[axis], values.shape[axis]
+        room = capacity - length
+        if not (0 <= position.min() and position.max() <= room if position.ndim else 0 <= int(position) <= room):
+            raise violation(root, position, length, capacity)
+        slots[step.output] = cache
+        if values.shape[:axis] != cache.shape[:axis] or values.shape[axis:][1:] != cache.shape[axis:][1:]:
+            raise errors.StorageMismatch(f"{root}: values {values.shape} do not fit {cache.shape}")  # or memory is lost
+        if not values.size:
+            return
+        values = np.ascontiguousarray(values)
+        inner = cache.strides[axis]  # bytes of one token of one row
+        to, source = address(cache), address(values)
+        if not position.ndim:
+            dense.update(to, source, values.nbytes // (length * inner), capacity, length, inner, int(position))
+            return
+        batch = len(position)
+        for row, p in enumerate(position.tolist()):
+            dense.update(to + row * (cache.nbytes // batch), source + row * (values.nbytes // batch),
+                         values.nbytes // (batch * length * inner), capacity, length, inner, p)
+
+    return act
+
+
+def _read(step: plannerner.Read) -> Action:
+    """Attention over the valid length (numpy; a kernel takes its place)."""
+    causal, scale = step.attributes.get("is_causal", 0), step.attributes.get("scale")
+
+    def act(slots: list) -> None:
+        q, k, v = (slots[s] for s in step.inputs[:3])
+        lengths = slots[step.inputs[6]]
+        out = np.empty((*q.shape[:3], v.shape[3]), q.dtype)
+        n, group = q.shape[2], q.shape[1] // k.shape[1]
+        factor = scale if scale is not None else q.shape[3] ** -0.5
+        for b, total in enumerate(lengths.tolist()):
+            query = q[b].reshape(k.shape[1], group * n, -1)
+            scores = np.matmul(query, k[b, :, :total].transpose(0, 2, 1)) * factor
+            if causal:
+                rows = np.tile(np.arange(n), group)
+                scores[:, np.arange(total)[None] > rows[:, None] + total - n] = -np.inf
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            weights /= weights.sum(-1, keepdims=True)
+            out[b] = np.matmul(weights, v[b, :, :total]).reshape(q.shape[1], n, -1)
+        slots[step.output] = out
+
+    return act
+
+
+def _forward(step: plannerner.Forward) -> Action:
+    def act(slots: list) -> None:
+        slots[step.output] = slots[step.source]
+
+    return act
+
+
+def _branch(step: plannerner.Branch) -> Action:
+    bodies = [compile_block(body) for body in step.bodies]
+    results = [list(zip(step.outputs, body.outputs)) for body in step.bodies]
+
+    def act(slots: list) -> None:
+        k = 0 if slots[step.condition] else 1
+        bodies[k](slots)
+        for target, source in results[k]:
+            slots[target] = slots[source]
+
+    return act
+
+
+def _repeat(step: plannerner.Repeat) -> Action:
+    body = compile_block(step.body)
+    n = len(step.initial)
+    number, going, carried = step.formals[0], step.formals[1], step.formals[2:]
+    again, results, stacked = step.body.outputs[0], step.body.outputs[1:1 + n], step.body.outputs[1 + n:]
+
+    def act(slots: list) -> None:
+        count = None if step.count is None else int(slots[step.count])
+        condition = True if step.condition is None else bool(slots[step.condition])
+        state = [slots[s] for s in step.initial]
+        stacks: list[list] = [[] for _ in stacked]
+        i = 0
+        while condition and (count is None or i < count):
+            slots[number], slots[going] = np.asarray(i, np.int64), np.asarray(condition)
+            for formal, value in zip(carried, state):
+                slots[formal] = value
+            body(slots)
+            condition = bool(slots[again])
+            state = [slots[s] for s in results]
+            for stack, s in zip(stacks, stacked):
+                stack.append(slots[s])
+            i += 1
+        for output, value in zip(step.outputs, state):
+            slots[output] = value
+        for output, stack in zip(step.stacked, stacks):
+            slots[output] = np.stack(stack)
+
+    return act
+
+
+_COMPILE = {planner.Standard: _standard, planner.Write: _write, planner.Forward: _forward, planner.Read: _read, planner.Branch: _branch, planner.Repeat: _repeat}
+
+
+def compile_checks(checks: positions.Checks, slot_of: dict[str, int]) -> Callable:
+    """``check(slots, dims, storage)`` raises CapacityError before anything is written."""
+    direct = [(d.root, slot_of[d.position], d.length, d.axis) for d in checks.direct]
+    session = names = None
+    if checks.model is not None:
+        session = onnxruntime.InferenceSession(checks.model, options(), providers=["CPUExecutionProvider"])
+        names = [o.name for o in session.get_outputs()]
+
+    def check(slots: list, dims: dict[str, int], arrays: dict[str, np.ndarray]) -> None:
+        for root, slot, length, axis in direct:
+            position, capacity = slots[slot], arrays[root].shape[axis]
+            n = length if isinstance(length, int) else dims[length]
+            if not (0 <= position.min() and position.max() <= capacity - n if position.ndim else 0 <= int(position) <= capacity - n):
+                raise violation(root, position, n, capacity)
+        if session is None:
+            return
+        feeds = {name: slots[slot_of[name]] for name in checks.inputs}
+        feeds.update((f"length.{d}", np.asarray(dims[d], np.int64)) for d in checks.dims)
+        feeds.update((name, np.asarray(arrays[root].shape[axis], np.int64)) for name, root, axis in checks.capacities)
+        for root, state in zip(checks.roots, session._sess.run(names, feeds, None)):
+            if state[0]:
+                raise errors.CapacityError(root, *map(int, state[1:]))
+
+    return check
