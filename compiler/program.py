@@ -83,10 +83,9 @@ def build(declaration: Declaration) -> Program:
     functions = [(f.function, _analyse(f)) for f in declaration.functions]
     graphs = [declaration.function.graph, *(f.graph for f, _ in functions)]
     nodes = [n for g in graphs for n in ir.traversal.RecursiveGraphIterator(g)]
-    bodies = sorted({n.op_type for n in nodes if n.domain == operators.DOMAIN})
-    data = emitter.emit(
-        declaration.function, aliases, functions, [operators.body(b) for b in bodies]
-    )
+    opset = declaration.function.opset_imports.get("", operators.OPSET)
+    bodies = operators.attach_bodies(nodes, opset)
+    data = emitter.emit(declaration.function, aliases, functions, bodies)
     return Program(declaration.function.name, data)
 
 
