@@ -1,19 +1,18 @@
 """Runs the steps of a plan on slots. Storage has been checked before."""
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
 import onnxruntime
 
 from onnx_inplace.compiler import errors, planner, positions
-from onnx_inplace.numba_kernels import dense
+from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.runner import registry
+from onnx_inplace.runner.actions import Settings
 
 Action = Callable[[list], None]
-
-
-def address(array: np.ndarray) -> int:
-    return array.__array_interface__["data"][0]
 
 
 def compile_block(block: planner.Block) -> Action:
@@ -34,7 +33,7 @@ def options() -> onnxruntime.SessionOptions:
     return o
 
 
-def _standard(step: plannerner.Standard) -> Action:
+def _standard(step: planner.Standard) -> Action:
     session = onnxruntime.InferenceSession(step.model, options(), providers=["CPUExecutionProvider"])
     run, inputs, outputs = session._sess.run, step.inputs, step.outputs
     names = [name for name, _ in outputs]
@@ -53,35 +52,26 @@ def violation(root: str, position: np.ndarray, length: int, capacity: int) -> er
     return errors.CapacityError(root, int(rows[row]), length, capacity, row if np.ndim(position) else None)
 
 
-def _write(step: plannerner.Write) -> Action:
-    axis, root = step.axis, step.root
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """A write of the first planner, as kernels want it."""
 
-    def act(slots: list) -> None:
-        cache, values, position = slots[step.cache], slots[step.values], slots[step.position]
-        capacity, length = cache.shape[axis], values.shape[axis]
-        room = capacity - length
-        if not (0 <= position.min() and position.max() <= room if position.ndim else 0 <= int(position) <= room):
-            raise violation(root, position, length, capacity)
-        slots[step.output] = cache
-        if values.shape[:axis] != cache.shape[:axis] or values.shape[axis:][1:] != cache.shape[axis:][1:]:
-            raise errors.StorageMismatch(f"{root}: values {values.shape} do not fit {cache.shape}")  # or memory is lost
-        if not values.size:
-            return
-        values = np.ascontiguousarray(values)
-        inner = cache.strides[axis]  # bytes of one token of one row
-        to, source = address(cache), address(values)
-        if not position.ndim:
-            dense.update(to, source, values.nbytes // (length * inner), capacity, length, inner, int(position))
-            return
-        batch = len(position)
-        for row, p in enumerate(position.tolist()):
-            dense.update(to + row * (cache.nbytes // batch), source + row * (values.nbytes // batch),
-                         values.nbytes // (batch * length * inner), capacity, length, inner, p)
-
-    return act
+    domain: str
+    op_type: str
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+    attributes: dict
+    roots: dict[int, str]
 
 
-def _read(step: plannerner.Read) -> Action:
+def _write(step: planner.Write) -> Action:
+    domain = "onnx_inplace" if step.op_type == "CacheUpdate" else ""
+    ports = step.cache, step.values, step.position
+    return registry.compile_step(
+        _Kernel(domain, step.op_type, ports, (step.output,), {"axis": step.axis}, {0: step.root}), Settings())
+
+
+def _read(step: planner.Read) -> Action:
     """Attention over the valid length (numpy; a kernel takes its place)."""
     causal, scale = step.attributes.get("is_causal", 0), step.attributes.get("scale")
 
@@ -105,14 +95,14 @@ def _read(step: plannerner.Read) -> Action:
     return act
 
 
-def _forward(step: plannerner.Forward) -> Action:
+def _forward(step: planner.Forward) -> Action:
     def act(slots: list) -> None:
         slots[step.output] = slots[step.source]
 
     return act
 
 
-def _branch(step: plannerner.Branch) -> Action:
+def _branch(step: planner.Branch) -> Action:
     bodies = [compile_block(body) for body in step.bodies]
     results = [list(zip(step.outputs, body.outputs)) for body in step.bodies]
 
@@ -125,7 +115,7 @@ def _branch(step: plannerner.Branch) -> Action:
     return act
 
 
-def _repeat(step: plannerner.Repeat) -> Action:
+def _repeat(step: planner.Repeat) -> Action:
     body = compile_block(step.body)
     n = len(step.initial)
     number, going, carried = step.formals[0], step.formals[1], step.formals[2:]

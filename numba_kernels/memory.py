@@ -1,0 +1,116 @@
+"""Addresses of arrays and raw memory inside kernels.
+
+Kernels take addresses as int64: one compiled function then serves every element type and rank,
+bfloat16 and float16 included, which numba does not accept as array elements. What an address points
+to, and that it is in range, is the caller's business.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_BYTE = ir.IntType(8).as_pointer()
+
+
+def compiled(signature: str) -> Callable[[F], F]:
+    """Compile at definition, for one signature, without the GIL; keep the code on disk.
+
+    numba raises when no folder for the compiled code can be written (a read-only installation
+    without a home); such a process compiles for itself.
+    """
+
+    def decorate(function: F) -> F:
+        try:
+            kernel: F = numba.njit(signature, nogil=True, cache=True)(function)
+        except RuntimeError as error:
+            if "cannot cache" not in str(error):
+                raise
+            kernel = numba.njit(signature, nogil=True)(function)
+        return kernel
+
+    return decorate
+
+
+def _documented_address(array: np.ndarray[Any, Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+_HEADER = object.__basicsize__
+_read_pointer = ctypes.c_void_p.from_address
+
+
+def _field_address(array: np.ndarray[Any, Any]) -> int:
+    # numpy's C structure begins with the object header and the data pointer; that is part of its
+    # ABI
+    return _read_pointer(id(array) + _HEADER).value or 0
+
+
+def _field_is_right() -> bool:
+    probes = [np.zeros(3), np.zeros((4, 4), np.uint8)[1:, 2:], np.asarray(3)]
+    return all(_field_address(p) == _documented_address(p) for p in probes)
+
+
+# 0.1 us instead of the 0.8 us of the documented ways: a decoder asks for some hundred addresses a
+# token
+address: Callable[[np.ndarray[Any, Any]], int] = (
+    _field_address if _field_is_right() else _documented_address
+)
+"""Address of the first element of an array."""
+
+
+@intrinsic  # type: ignore[misc]
+def copy(typing_context, target, source, size):  # type: ignore[no-untyped-def]
+    """Copy ``size`` bytes between places that do not overlap."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        to, source, size = arguments
+        to, source = builder.inttoptr(to, _BYTE), builder.inttoptr(source, _BYTE)
+        cgutils.raw_memcpy(builder, to, source, size, 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+def _loader(element, result):  # type: ignore[no-untyped-def]
+    """An intrinsic ``load(address)``; integers are sign-extended."""
+
+    @intrinsic  # type: ignore[misc]
+    def load(typing_context, place):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            value = builder.load(builder.inttoptr(arguments[0], element.as_pointer()))
+            value.align = 1
+            if isinstance(element, ir.IntType) and element.width < 64:
+                value = builder.sext(value, ir.IntType(64))
+            return value
+
+        return result(types.int64), generate
+
+    return load
+
+
+load_int64 = _loader(ir.IntType(64), types.int64)
+load_int32 = _loader(ir.IntType(32), types.int64)
+
+
+@intrinsic  # type: ignore[misc]
+def store_int64(typing_context, place, value):  # type: ignore[no-untyped-def]
+    """Write one int64."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        place, value = arguments
+        builder.store(value, builder.inttoptr(place, ir.IntType(64).as_pointer())).align = 1
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate

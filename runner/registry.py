@@ -1,0 +1,58 @@
+"""Which kernel executes which operator: ``(domain, op_type) -> factory``.
+
+A factory is called once, at load. It returns the action of its step, or refuses the step by name
+and attribute (``UnsupportedOperator``); nothing falls back in silence.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from onnx_inplace.compiler import errors
+from onnx_inplace.runner import operators, operators_scatter
+from onnx_inplace.runner.actions import Action, Factory, KernelStep, Settings
+
+_lock = threading.Lock()
+_factories: dict[tuple[str, str], Factory] = {
+    ("onnx_inplace", "CacheUpdate"): operators.cache_update,
+    ("onnx_inplace", "Assign"): operators.assign,
+    ("onnx_inplace", "CacheReorder"): operators.cache_reorder,
+    ("onnx_inplace", "Copy"): operators.copy,
+    ("", "TensorScatter"): operators.tensor_scatter,
+    ("", "ScatterND"): operators_scatter.scatter_nd,
+    ("", "ScatterElements"): operators_scatter.scatter_elements,
+}
+
+
+def register(domain: str, op_type: str, factory: Factory) -> None:
+    """Teach the runner an operator.
+
+    ``factory(step, settings)`` is called once for every node of the operator, when a session loads;
+    the action that it returns is called with the slots of a run, possibly in several threads at
+    once. It reads ``slots[i] for i in step.inputs`` and sets ``slots[i] for i in step.outputs``. An
+    aliased output must be the very array of its input, written in place.
+
+    Raises:
+        ValueError: the operator has another kernel already. Sessions that are loaded use it.
+    """
+    with _lock:
+        if _factories.setdefault((domain, op_type), factory) is not factory:
+            raise ValueError(f"{domain}::{op_type} has another kernel already")
+
+
+def known(domain: str, op_type: str) -> bool:
+    """Whether an operator has a kernel."""
+    return (domain, op_type) in _factories
+
+
+def compile_step(step: KernelStep, settings: Settings) -> Action:
+    """The action of a step.
+
+    Raises:
+        UnsupportedOperator: no kernel is known, or it does not support an attribute or an input of
+            this node.
+    """
+    factory = _factories.get((step.domain, step.op_type))
+    if factory is None:
+        raise errors.UnsupportedOperator(step.domain, step.op_type, "no kernel is registered")
+    return factory(step, settings)
