@@ -1,193 +1,216 @@
-"""Session and binding: the caller's storage, one run after the other."""
+"""A model that is ready to run: loaded once, immutable, shared by bindings and threads.
+
+The session knows the plan and the checks; storage and everything that a run changes belong to
+``binding.Binding``.
+"""
+
 from __future__ import annotations
 
+import bisect
+import operator
 import os
-import threading
 import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
-from onnx_inplace.compiler import errors, loader, planner, positions
-from onnx_inplace.runner import execute, storage
+from onnx_inplace.compiler import errors, loader, planner, positions, program
+from onnx_inplace.runner import binding, execute, inputs, outputs, storage
+from onnx_inplace.runner.storage import Array, Interval
 
-
-class Outputs(tuple):
-    """Results by position and by name."""
-
-    names: tuple[str, ...]
-
-    def __getitem__(self, key):
-        return tuple.__getitem__(self, self.names.index(key) if isinstance(key, str) else key)
-
-    def keys(self):
-        return self.names
-
-
-def i_kind(dtype: np.dtype) -> bool:
-    return dtype.kind in "iuf"
-
-
-class Input:
-    """A declared input."""
-
-    __slots__ = ("name", "dtype", "shape", "slot")
-
-    def __init__(self, value, slot: int):
-        self.name, self.slot = value.name, slot
-        self.dtype = np.dtype(value.dtype.numpy())
-        self.shape = tuple(d if isinstance(d, int) else d.value for d in value.shape)
-
-    def convert(self, value) -> np.ndarray:
-        """A Python or numpy scalar, or a list, of the declared kind. Nothing is rounded."""
-        try:
-            array = np.asarray(value)
-            if array.dtype.kind in "iu" and i_kind(self.dtype) or np.can_cast(array.dtype, self.dtype, "same_kind"):
-                result = array.astype(self.dtype)
-                if array.dtype.kind == "f" or np.array_equal(result, array):
-                    return result
-        except (TypeError, ValueError, OverflowError):
-            pass
-        raise errors.StorageMismatch(f"{self.name}: {value!r} is not {self.dtype}")
-
-    def match(self, shape: tuple[int, ...], dims: dict[str, int]) -> None:
-        """Unify declared and given dimensions."""
-        if len(shape) != len(self.shape):
-            raise errors.StorageMismatch(f"{self.name}: shape {shape}, declared {self.shape}")
-        for declared, given in zip(self.shape, shape):
-            if (declared if isinstance(declared, int) else dims.setdefault(declared, given)) != given:
-                raise errors.StorageMismatch(f"{self.name}: shape {shape}, declared {self.shape} with {dims}")
+Source = str | os.PathLike[str] | program.Program | loader.Loaded
 
 
 class Session:
-    """A model that is ready to run on storage of the caller.
+    """A model on which arrays of the caller can be bound.
 
-    ``source`` is a path, or a compiled model.
+    Example:
+        session = Session("decode.onnx", threads=2)
+        cache = session.allocate("cache", batch=1, max_length=4096)
+        with session.bind(cache=cache) as step:
+            out = step.run(values=values, position=0)
+            assert out["updated"] is cache
+
+    Attributes:
+        inputs: ordinary inputs, in the order of the graph.
+        mutable_inputs: inputs that a caller lends for writing.
+        outputs: results of a run.
+        threads: of onnxruntime and of parallel kernels.
     """
 
-    def __init__(self, source):
-        serialized = getattr(source, "serialized", None)
-        if serialized is None:
-            with open(os.fspath(source), "rb") as file:
-                serialized = file.read()
-        self.loaded = loader.load(serialized)
-        self.checks = positions.build(self.loaded)
-        self.plan = planner.plan(self.loaded)
+    def __init__(self, source: Source, *, threads: int = 1):
+        """Load a model.
+
+        Args:
+            source: path of an ``.onnx`` file, a compiled program, or what ``compiler.load``
+                returned.
+            threads: how many threads a run may use.
+
+        Raises:
+            errors.ContractError: the file does not keep its contract.
+        """
+        if operator.index(threads) < 1:
+            raise errors.BindingError(f"threads is {threads}: at least 1 is needed.", "threads")
+        loaded = source if isinstance(source, loader.Loaded) else _load(source)
+        self.threads = threads
+        self.plan = planner.plan(loaded)
+        self.checks = positions.build(loaded)
+        graph, mutable = loaded.model.graph, set(self.plan.mutable)
+        ports = [(self.plan.slot[v], inputs.Port.of(v)) for v in self.plan.inputs]
+        self.mutable_inputs = tuple(port for _, port in ports if port.name in mutable)
+        self.feeds = tuple((slot, port) for slot, port in ports if port.name not in mutable)
+        self.inputs = tuple(port for _, port in self.feeds)
+        self.ports_by_name = {port.name: port for port in self.mutable_inputs}
+        self.results = tuple(
+            (name, slot, root)
+            for (name, root), slot in zip(self.plan.outputs, self.plan.block.outputs, strict=True)
+        )
+        self.outputs = tuple(
+            inputs.Port.of(value) if root is None else self.ports_by_name[root]
+            for value, (_, _, root) in zip(graph.outputs, self.results, strict=True)
+        )
+        self.outputs_type = outputs.outputs_type([name for name, _, _ in self.results])
+        self._slot_of = {port.name: slot for slot, port in ports}
         self._act = execute.compile_block(self.plan.block)
-        self._check = execute.compile_checks(self.checks, {v.name: s for v, s in self.plan.slot.items() if v.is_graph_input()})
-        inputs = [Input(v, self.plan.slot[v]) for v in self.plan.inputs]
-        self.mutable_inputs = [i for i in inputs if i.name in self.plan.mutable]
-        self.inputs = [i for i in inputs if i.name not in self.plan.mutable]
+        self._check = execute.compile_checks(self.checks, self._slot_of)
+        self._kept = sorted(
+            storage.interval(a) for a in self.plan.constants.values() if isinstance(a, np.ndarray)
+        )
+        weights = _weights_in_memory(graph) if isinstance(source, loader.Loaded) else {}
+        if weights:
+            weakref.finalize(self, storage.leases.give_back, storage.leases.lend(weights))
 
-    def allocate(self, name: str, **dims: int) -> np.ndarray:
-        """Zeroed, aligned storage for a mutable input."""
-        i = next(i for i in self.mutable_inputs if i.name == name)
-        return storage.zeros(tuple(d if isinstance(d, int) else dims[d] for d in i.shape), i.dtype)
+    def allocate(self, name: str, /, **dims: int) -> Array:
+        """Zeroed storage for a mutable input, aligned to 64 bytes.
 
-    def bind(self, **arrays) -> Binding:
-        """Lend storage. The lease begins here and ends with ``close`` or the ``with`` block."""
-        return Binding(self, arrays)
+        Args:
+            name: a mutable input; a member of a group is called ``caches.0``.
+            **dims: a size for each named dimension of it.
 
-    def run(self, feeds: dict, writable: dict | None = None) -> Outputs:
-        """One call; ``writable`` names the storage that it may change."""
-        refused = {i.name for i in self.mutable_inputs} & set(feeds)
+        Raises:
+            errors.BindingError: no such mutable input; a size is missing, unknown or no size.
+        """
+        port = self.ports_by_name.get(name)
+        if port is None:
+            raise errors.BindingError(
+                f"`{name}` is no mutable input. Declared: "
+                f"{', '.join(self.ports_by_name) or 'none'}.",
+                name,
+            )
+        if port.shape is None or None in port.shape:
+            raise errors.BindingError(
+                f"{port} has dimensions without a name: make the array yourself.", name
+            )
+        for word, wrong in (
+            ("missing", [d for d in port.dims if d not in dims]),
+            ("unknown", [d for d in dims if d not in port.dims]),
+        ):
+            if wrong:
+                raise errors.BindingError(f"{port}: {word} sizes: {', '.join(wrong)}.", wrong[0])
+        shape = tuple(_size(port, d, d if isinstance(d, int) else dims[str(d)]) for d in port.shape)
+        return storage.zeros(shape, port.dtype)
+
+    def bind(self, /, **arrays: object) -> binding.Binding:
+        """Lend arrays to the session, which then may write them. The lease begins here.
+
+        Args:
+            **arrays: one array per mutable input; a group of parameters takes a sequence, mapping
+                or dataclass.
+
+        Raises:
+            errors.BindingError: an argument is missing or unknown.
+            errors.ImmutableStorage: an array is read-only.
+            errors.StorageMismatch: no array; byte order, type, shape or layout differ from the
+                declaration.
+            errors.SharedStorage: two arrays overlap, or one overlaps a weight of a session.
+            errors.BindingInUse: bytes of an array are lent already.
+        """
+        return binding.Binding(self, arrays)
+
+    def run(
+        self,
+        feeds: Mapping[str, object] | None = None,
+        writable: Mapping[str, object] | None = None,
+    ) -> outputs.Outputs:
+        """Bind, run once, give back. ``writable`` names the arrays that the run may change.
+
+        Raises:
+            errors.BindingError: as ``bind`` and ``Binding.run``; also when a mutable input stands
+                among ``feeds``.
+        """
+        feeds = dict(feeds or {})
+        refused = [name for name in feeds if self._is_mutable(name)]
         if refused:
-            raise errors.BindingError(f"{sorted(refused)} will be written: pass them as `writable`")
-        with self.bind(**(writable or {})) as step:
+            raise errors.BindingError(
+                f"{', '.join(f'`{n}`' for n in refused)} will be written: pass it as "
+                f"writable={{{refused[0]!r}: ...}}.",
+                refused[0],
+            )
+        with self.bind(**dict(writable or {})) as step:
             return step.run(**feeds)
 
+    def _is_mutable(self, name: str) -> bool:
+        return name in self.ports_by_name or any(
+            port.startswith(f"{name}.") for port in self.ports_by_name
+        )
 
-class Binding:
-    """Storage lent to a session."""
+    # What follows serves Binding.
 
-    def __init__(self, session: Session, arrays: dict):
-        flat = {}
-        for name, value in arrays.items():
-            if isinstance(value, (list, tuple)) and any(i.name == f"{name}.0" for i in session.mutable_inputs):
-                flat.update({f"{name}.{k}": v for k, v in enumerate(value)})
-            else:
-                flat[name] = value
-        expected = {i.name: i for i in session.mutable_inputs}
-        if set(flat) != set(expected):
-            raise errors.BindingError(f"mutable inputs are {sorted(expected)}, given {sorted(flat)}")
-        self._dims: dict[str, int] = {}
-        for name, value in flat.items():
-            storage.check(name, value, expected[name].dtype)
-            expected[name].match(value.shape, self._dims)
-        self.session, self._arrays = session, flat
-        self._keys = storage.lease(flat)
-        self._finalizer = weakref.finalize(self, storage.release, self._keys)
-        self._intervals = [storage.interval(a) for a in flat.values()]
-        self._addresses = {n: execute.address(a) for n, a in flat.items()}
-        self._slots = [None] * session.plan.slots
-        for slot, value in session.plan.constants.items():
-            self._slots[slot] = value
-        for name, value in flat.items():
-            self._slots[expected[name].slot] = value
-        self._results = [(slot, flat[root] if root else None) for (_, root), slot in zip(session.plan.outputs, session.plan.block.outputs)]
-        self._type = type("Outputs", (Outputs,), {"names": tuple(n for n, _ in session.plan.outputs)})
-        self._running = threading.Lock()
-        self._dirty = False
+    def template(self, arrays: Mapping[str, Array]) -> list[Any]:
+        """Slots of a run, filled with constants and the caller's storage."""
+        slots: list[Any] = [None] * self.plan.slots
+        for slot, value in self.plan.constants.items():
+            slots[slot] = value
+        for name, array in arrays.items():
+            slots[self._slot_of[name]] = array
+        return slots
 
-    def __enter__(self) -> Binding:
-        return self
+    def instantiate(self) -> Callable[[list[Any]], None]:
+        """The executable plan of one binding."""
+        return self._act
 
-    def __exit__(self, *_) -> None:
-        self.close()
+    def checks_for(
+        self, dims: inputs.Dims, arrays: Mapping[str, Array]
+    ) -> Callable[[list[Any]], None]:
+        """What must hold before the first write of a run with these sizes."""
+        check = self._check
 
-    def close(self) -> None:
-        """End the lease."""
-        self._finalizer()
+        def act(slots: list[Any]) -> None:
+            check(slots, dims, arrays)
 
-    def run(self, **feeds) -> Outputs:
-        """Execute the plan once."""
-        if not self._running.acquire(blocking=False):
-            raise errors.BindingInUse("the binding is running in another thread")
-        try:
-            return self._run(feeds)
-        finally:
-            self._running.release()
+        return act
 
-    def _run(self, feeds: dict) -> Outputs:
-        if not self._finalizer.alive:
-            raise errors.BindingError("the binding is closed")
-        slots, dims, constants = self._slots, dict(self._dims), self.session.plan.constants
-        inputs = self.session.inputs
-        if len(feeds) != len(inputs):
-            raise errors.BindingError(f"inputs are {[i.name for i in inputs]}, given {sorted(feeds)}")
-        given = []
-        for i in inputs:
-            if i.name not in feeds:
-                raise errors.BindingError(f"input {i.name} is missing")
-            value = feeds[i.name]
-            if isinstance(value, np.ndarray):
-                if value.dtype != i.dtype:
-                    raise errors.StorageMismatch(f"{i.name}: element type {value.dtype}, declared {i.dtype}")
-            else:
-                value = i.convert(value)
-            i.match(value.shape, dims)
-            mine = storage.interval(value)
-            for theirs in self._intervals:
-                if mine[0] < theirs[1] and theirs[0] < mine[1]:
-                    raise errors.SharedStorage(f"{i.name} overlaps a cache")
-            slots[i.slot] = value
-            given.append(value)
-        if self._dirty:
-            raise errors.DirtyState("an earlier run failed after it had written; call reset()")
-        self.session._check(slots, dims, self._arrays)
-        self._dirty = True
-        self.session._act(slots)
-        self._dirty = False
-        results = []
-        for slot, root in self._results:
-            value = slots[slot]
-            if root is not None:
-                if value is not root:
-                    raise errors.AliasViolation("an aliased output left its root")
-            elif slot in constants or any(np.may_share_memory(value, g) for g in given):
-                value = value.copy()
-            results.append(value)
-        return self._type(results)
+    def keeps(self, mine: Interval) -> bool:
+        """Whether ``mine`` lies in a constant of the plan."""
+        at = bisect.bisect_left(self._kept, mine.stop, key=lambda kept: kept.start)
+        return any(kept.overlaps(mine) for kept in self._kept[:at])
 
-    def reset(self) -> None:
-        """Accept the storage as it is after a failed run."""
-        self._dirty = False
+
+def _load(source: str | os.PathLike[str] | program.Program) -> loader.Loaded:
+    if isinstance(source, program.Program):
+        return loader.load(source.serialized)
+    with open(os.fspath(source), "rb") as file:
+        return loader.load(file.read())
+
+
+def _weights_in_memory(graph: ir.Graph) -> dict[str, Array]:
+    """Initializers that may be arrays of the caller. Those of a file are the session's own."""
+    arrays = {}
+    for name, value in graph.initializers.items():
+        if isinstance(value.const_value, ir.Tensor) and isinstance(
+            value.const_value.raw, np.ndarray
+        ):
+            arrays[name] = value.const_value.raw
+    return arrays
+
+
+def _size(port: inputs.Port, dim: int | str | None, value: object) -> int:
+    try:
+        size = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        size = -1
+    if size < 0 or isinstance(value, bool):
+        raise errors.BindingError(f"{port}: {dim}={value!r} is no size.", str(dim))
+    return size

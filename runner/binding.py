@@ -1,0 +1,218 @@
+"""Storage that a caller lends to a session, and the runs on it.
+
+All checks that need no kernel stand here, in a fixed order, before the first write: arguments,
+types, shapes, overlap, positions. Whatever a run changes belongs to the binding, never to the
+session, so that two bindings run in two threads.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from onnx_inplace.compiler import errors
+from onnx_inplace.runner import inputs, storage
+from onnx_inplace.runner.outputs import Outputs
+from onnx_inplace.runner.storage import Array, Interval
+
+if TYPE_CHECKING:
+    from onnx_inplace.runner.session import Session
+
+Slots = list[Any]
+_PREPARED_LIMIT = 256  # combinations of shapes whose checks a binding remembers
+
+
+class Binding:
+    """The exclusive right to some arrays, and a session that runs on them.
+
+    Made by ``Session.bind``. The right begins there and ends with ``close``, with the ``with``
+    block, or when the binding is collected. The arrays are kept alive by the binding. Between runs
+    the caller may read and write them; during a run in another thread their content is in flux.
+
+    Attributes:
+        arrays: what was lent, by name of the mutable input.
+        generation: number of runs that may have changed the arrays. What was read at one generation
+            is old at
+            the next.
+    """
+
+    def __init__(self, session: Session, arrays: Mapping[str, object]):
+        """Check and lease ``arrays``. See ``Session.bind``."""
+        given = inputs.flatten(session.ports_by_name, arrays)
+        self._dims: inputs.Dims = {}
+        self.arrays: dict[str, Array] = {}
+        for port in session.mutable_inputs:
+            self.arrays[port.name] = storage.check(port.name, given[port.name], port.dtype)
+        for port in session.mutable_inputs:
+            port.unify(self.arrays[port.name].shape, self._dims)
+        for name, array in self.arrays.items():
+            storage.check_layout(name, array)
+        self._end = weakref.finalize(
+            self, storage.leases.give_back, storage.leases.take(self.arrays)
+        )
+        self.generation = 0
+        self._session = session
+        self._running = threading.Lock()
+        self._failed: BaseException | None = None
+        self._prepared: dict[tuple[tuple[int, ...], ...], Any] = {}
+        self._template = session.template(self.arrays)
+        self._act = session.instantiate()
+
+    def __enter__(self) -> Self:
+        """The binding itself: the lease has begun already."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Give the arrays back, whatever happened."""
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the arrays have been given back."""
+        return not self._end.alive
+
+    def close(self) -> None:
+        """Give the arrays back. May be called twice.
+
+        Raises:
+            errors.BindingInUse: a run is in progress in another thread.
+        """
+        if not self._running.acquire(blocking=False):
+            raise errors.BindingInUse("the binding is running: it can be closed after that.")
+        try:
+            self._end()
+        finally:
+            self._running.release()
+
+    def reset(self) -> None:
+        """Accept the arrays as they are after a run that failed half-way."""
+        self._failed = None
+
+    def run(self, /, **values: object) -> Outputs:
+        """Execute the model once, in place.
+
+        Args:
+            **values: the ordinary inputs by name, groups as sequences or mappings.
+
+        Returns:
+            The outputs, by name and by position. Aliased outputs are the arrays that were lent.
+
+        Raises:
+            errors.BindingInUse: a run of this binding is in progress.
+            errors.BindingError: closed; or an argument is missing or unknown.
+            errors.StorageMismatch: type or shape of an argument.
+            errors.SharedStorage: an argument overlaps storage that is lent to any binding.
+            errors.CapacityError: a position or a length leaves a cache.
+            errors.DirtyState: an earlier run failed after it had written.
+        """
+        if not self._running.acquire(blocking=False):
+            raise errors.BindingInUse("the binding is running: a run can be started after that.")
+        try:
+            return self._run(values)
+        finally:
+            self._running.release()
+
+    def _run(self, values: dict[str, object]) -> Outputs:
+        if not self._end.alive:
+            raise errors.BindingError("the binding is closed: its arrays have been given back.")
+        if self._failed is not None:
+            raise errors.DirtyState(
+                f"an earlier run failed after it had written ({self._failed}); "
+                "restore the arrays if you need to, then call reset()."
+            )
+        session = self._session
+        slots: Slots = self._template.copy()  # a run's own, so that nothing of it is kept alive
+        given = self._given(values)
+        for (slot, _), array in zip(session.feeds, given, strict=True):
+            slots[slot] = array
+        check = self._checks(given)
+        check(slots)
+        self.generation += 1
+        try:
+            self._act(slots)
+        except BaseException as error:
+            self._failed = error
+            raise
+        return self._results(slots, given)
+
+    def _given(self, values: dict[str, object]) -> list[Array]:
+        """Ordinary inputs in order: of the declared type, C-contiguous, apart from all leases."""
+        feeds = self._session.feeds
+        if len(values) != len(feeds) or not all(port.name in values for _, port in feeds):
+            values = inputs.flatten([port.name for _, port in feeds], values)
+        given = []
+        for _, port in feeds:
+            value = values[port.name]
+            array = inputs.array(port, value)
+            if array.ndim or array is value:  # a scalar that was converted has memory of its own
+                holder = storage.leases.holder(storage.interval(array))
+                if holder is not None:
+                    raise errors.SharedStorage(
+                        f"`{port.name}` overlaps `{holder}`, which is lent for writing: pass a "
+                        f"copy.",
+                        port.name,
+                        holder,
+                    )
+            given.append(array if array.flags.c_contiguous else np.ascontiguousarray(array))
+        return given
+
+    def _checks(self, given: list[Array]) -> Any:
+        """The checks of a run with inputs of these shapes."""
+        shapes = tuple([array.shape for array in given])
+        prepared = self._prepared.get(shapes)
+        if prepared is None:
+            dims = dict(self._dims)
+            for (_, port), shape in zip(self._session.feeds, shapes, strict=True):
+                port.unify(shape, dims)
+            prepared = self._session.checks_for(dims, self.arrays)
+            if len(self._prepared) >= _PREPARED_LIMIT:
+                self._prepared.clear()
+            self._prepared[shapes] = prepared
+        return prepared
+
+    def _results(self, slots: Slots, given: list[Array]) -> Outputs:
+        session = self._session
+        results: list[Array] = []
+        for name, slot, root in session.results:
+            value = slots[slot]
+            if root is not None:
+                results.append(self._storage_of(name, root, value))
+            elif self._belongs_to_others(value, given) or any(value is other for other in results):
+                results.append(value.copy())
+            else:
+                results.append(value)
+        return session.outputs_type(results)
+
+    def _storage_of(self, name: str, root: str, value: Array) -> Array:
+        """The caller's array, after comparing where the run left the value."""
+        array = self.arrays[root]
+        if value is array:
+            return array
+        expected, actual = storage.address(array), storage.address(value)
+        if actual != expected or value.nbytes != array.nbytes:
+            raise errors.AliasViolation(
+                f"output `{name}` is at {actual:#x}, its root `{root}` at {expected:#x}.",
+                name,
+                expected,
+                actual,
+            )
+        return array
+
+    def _belongs_to_others(self, value: Array, given: list[Array]) -> bool:
+        """Whether an output that is no alias shares memory with an input, a constant or a lease."""
+        if any(value is other for other in given):
+            return True
+        mine: Interval = storage.interval(value)
+        if storage.leases.holder(mine) is not None or self._session.keeps(mine):
+            return True
+        return any(mine.overlaps(storage.interval(other)) for other in given)
