@@ -1,0 +1,182 @@
+"""The soundness property on one program, and a verdict.
+
+`judge` compiles, loads and runs a program on storage of the caller, and compares everything that
+the design promises with the functional meaning of the same file, as ``interpreter`` understands it
+and, when asked, as stock onnxruntime does. A refused program is judged as well: would program order
+on one storage have given the functional meaning?
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import interpreter
+import numpy as np
+import onnxruntime
+import strategies
+
+from onnx_inplace import Session
+from onnx_inplace.compiler import errors, program
+
+
+class Verdict(enum.Enum):
+    """What became of a program."""
+
+    HOLDS = "accepted, and the property holds"
+    REFUSED = "refused, and in place it would have gone wrong"
+    NEEDLESS = "refused, though program order would have gone well on these inputs"
+
+
+class Unsound(AssertionError):
+    """The property fails: the product accepted what it cannot run, or ran it wrong."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Judgement:
+    """A verdict, and the codes of a refusal."""
+
+    verdict: Verdict
+    codes: frozenset[str] = frozenset()
+
+
+def judge(example: strategies.Example, stock: bool = False) -> Judgement:
+    """Decide about a program.
+
+    Raises:
+        Unsound: what the product promises does not hold.
+    """
+    plain = example.plain()
+    try:
+        compiled = program.build(example.declaration)
+    except errors.ContractError as error:
+        return _refused(example, plain, error)
+    _accepted(example, compiled, stock)
+    return Judgement(Verdict.HOLDS)
+
+
+def _refused(example: strategies.Example, plain: bytes, error: errors.ContractError) -> Judgement:
+    codes = frozenset(f.code for f in error.findings)
+    demand(bool(codes) and codes <= set(errors.RULES), f"codes {sorted(codes)} of a refusal")
+    demand(all(f.location is not None for f in error.findings), "a finding without a place")
+    verdict = Verdict.NEEDLESS if harmless(example, plain) else Verdict.REFUSED
+    return Judgement(verdict, codes)
+
+
+def harmless(example: strategies.Example, plain: bytes) -> bool:
+    """Whether program order on one storage keeps every promise, on the inputs of the example."""
+    model, declaration = interpreter.Model.parse(plain), example.declaration
+    storage = {name: array.copy() for name, array in example.storage.items()}
+    for feed in example.feeds:
+        before = {name: array.copy() for name, array in storage.items()}
+        try:
+            expected = interpreter.functional(model, {**feed, **before})
+            results = interpreter.in_place(model, feed, storage)
+        except interpreter.OutOfRange:
+            return True  # nothing is promised
+        except interpreter.Forbidden:
+            return False
+        returned: set[str] = set()
+        for declared, wanted, got in zip(declaration.returns, expected, results, strict=True):
+            if not np.array_equal(wanted, got):
+                return False
+            if declared is None:
+                if any(interpreter.overlap(got, s) for s in storage.values()):
+                    return False
+            elif not _same(got, storage.get(declared)):
+                return False
+            else:
+                returned.add(declared)
+        for name, array in storage.items():
+            if name not in returned and not np.array_equal(array, before[name]):
+                return False  # a lost update
+    return True
+
+
+def _same(a: np.ndarray, b: np.ndarray | None) -> bool:
+    return b is not None and a.shape == b.shape and a.ctypes.data == b.ctypes.data
+
+
+def _accepted(example: strategies.Example, compiled: program.Program, stock: bool) -> None:
+    model = interpreter.Model.parse(compiled.serialized)
+    reference = _stock(compiled.serialized) if stock else None
+    try:
+        session = Session(compiled)
+    except errors.InplaceError as error:
+        raise Unsound(f"compiled, but not loaded: {error}") from error
+    storage = {name: array.copy() for name, array in example.storage.items()}
+    kept: list[tuple[np.ndarray, np.ndarray]] = []
+    with session.bind(**storage) as step:
+        for feed in example.feeds:
+            before = {name: array.copy() for name, array in storage.items()}
+            given = {name: array.copy() for name, array in feed.items()}
+            try:
+                expected = interpreter.functional(model, {**given, **before})
+            except interpreter.OutOfRange:
+                _refuses(step, feed, storage, before)
+                return
+            if reference is not None:
+                _agrees(reference.run(None, {**given, **before}), expected, "stock onnxruntime")
+            outputs = step.run(**feed)
+            _check(example.declaration, feed, given, storage, before, list(outputs), expected)
+            for array, copy in kept:
+                demand(np.array_equal(array, copy), "a run changed a result of the run before")
+            pairs = zip(example.declaration.returns, outputs, strict=True)
+            kept += [(array, array.copy()) for declared, array in pairs if declared is None]
+
+
+def _check(declaration, feed, given, storage, before, outputs, expected) -> None:
+    _agrees(outputs, expected, "in place")
+    last = dict(before)  # the last version of each root: what is returned, or else what was there
+    pairs = zip(declaration.returns, outputs, expected, strict=True)
+    for k, (declared, array, wanted) in enumerate(pairs):
+        if declared is not None:
+            demand(array is storage[declared], f"result {k} is not the array lent as {declared}")
+            last[declared] = wanted
+            continue
+        for name, other in {**storage, **feed}.items():
+            demand(not interpreter.overlap(array, other), f"result {k} shares memory with {name}")
+    for name, array in storage.items():
+        demand(np.array_equal(array, last[name]), f"{name} does not hold its last version")
+    for name, array in feed.items():
+        demand(np.array_equal(array, given[name]), f"the input {name} was changed")
+
+
+def _agrees(results, expected, who: str) -> None:
+    for k, (got, wanted) in enumerate(zip(results, expected, strict=True)):
+        demand(
+            got.shape == wanted.shape,
+            f"{who}: result {k} has shape {got.shape}, not {wanted.shape}",
+        )
+        demand(got.dtype == wanted.dtype, f"{who}: result {k} is {got.dtype}, not {wanted.dtype}")
+        demand(
+            np.array_equal(got, wanted),
+            f"{who}: result {k} is {got.tolist()}, not {wanted.tolist()}",
+        )
+
+
+def _refuses(step, feed, storage, before) -> None:
+    """A write that does not fit: an error; nothing was written, or the binding says so."""
+    try:
+        step.run(**feed)
+    except errors.CapacityError:
+        if all(np.array_equal(array, before[name]) for name, array in storage.items()):
+            return
+        try:
+            step.run(**feed)
+        except errors.DirtyState:
+            return
+        raise Unsound("a failed run left a write behind, and the binding is not dirty") from None
+    raise Unsound("a write that does not fit was run")
+
+
+def _stock(serialized: bytes) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 4
+    return onnxruntime.InferenceSession(serialized, options, providers=["CPUExecutionProvider"])
+
+
+def demand(condition: bool, what: str) -> None:
+    if not condition:
+        raise Unsound(what)
