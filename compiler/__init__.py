@@ -1,0 +1,6 @@
+"""What a model promises: from a declaration to a checked program, to a file, and back."""
+
+from onnx_inplace.compiler.loader import Loaded, load
+from onnx_inplace.compiler.program import CheckedFunction, Declaration, Program, build
+
+__all__ = ["CheckedFunction", "Declaration", "Loaded", "Program", "build", "load"]

@@ -1,87 +1,468 @@
-"""File -> checked model. Derives the contract again and compares; never trusts emit."""
+"""File -> checked model. Derives the contract again and compares; trusts nobody.
+
+In this order: what contradicts itself (``integrity``), declarations that were lost, rules that the
+model breaks, facts that differ from what follows from rules and declarations. The first group with
+findings is reported, whole.
+"""
+
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import onnx
 import onnx_ir as ir
+from onnx_ir.passes import common
 
-from onnx_inplace.compiler import alias, contract, emitter, errors, schema
+from onnx_inplace.compiler import (
+    alias,
+    contract,
+    errors,
+    facts,
+    files,
+    integrity,
+    operators,
+    weights,
+)
+from onnx_inplace.compiler.contract import Access
+from onnx_inplace.compiler.errors import ContractError, Finding, ModelFileError
+from onnx_inplace.compiler.facts import Analysed, Where
+from onnx_inplace.compiler.program import Program, ports
+
+# Metadata of ir nodes that we have no rule for: their contract, as "output:input,..."
+PORTS = "onnx_inplace.output_alias"
 
 
 @dataclasses.dataclass
 class Loaded:
-    """A checked model with all calls inlined (bodies of cache operators are left alone)."""
+    """A checked model with all calls inlined (bodies of cache operators are left alone).
+
+    Attributes:
+        model: the flat model.
+        aliases: what the analysis found on it.
+        mutable: graph inputs that the caller lends for writing.
+        program: the model as it stands in the file.
+    """
 
     model: ir.Model
     aliases: alias.AliasMap
     mutable: list[ir.Value]
+    program: Program
+
+    @property
+    def name(self) -> str:
+        """Name of the graph."""
+        return self.program.name
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model as it was loaded."""
+        self.program.save(path)
 
 
-def load(serialized: bytes) -> Loaded:
-    """Read, compare with what can be derived, inline."""
-    annotated = schema.ModelProto.FromString(serialized)
-    found = emitter.facts(annotated)
-    stored = next((p.value for p in annotated.metadata_props if p.key == emitter.CONTRACT), None)
-    if stored != emitter.digest(found):
-        raise errors.ContractError([errors.Finding("E113", f"{len(found)} facts in the file, its contract says {stored}.")])
-    model = ir.serde.deserialize_model(onnx.ModelProto.FromString(serialized))
-    _derive(annotated, model, found)
-    access = {v.name for v in annotated.graph.input if v.access == schema.READ_WRITE}
-    alias_of = {v.name: v.alias_of for v in annotated.graph.output if v.alias_of}
-    ir.passes.common.InlinePass(lambda f: f.domain != contract.DOMAIN)(model)
-    model = _infer(model)
-    inputs = {v.name: v for v in model.graph.inputs}
-    mutable = [v for v in model.graph.inputs if v.name in access]
-    returns = [inputs.get(alias_of.get(v.name)) for v in model.graph.outputs]
-    aliases = alias.analyze(model.graph, mutable, returns)
-    if aliases.findings:
-        raise errors.ContractError(aliases.findings)
-    return Loaded(model, aliases, mutable)
+Source = str | os.PathLike[str] | bytes | Program | Loaded
 
 
-def _derive(annotated, model: ir.Model, found: list[tuple]) -> None:
-    """Analyse functions and graph again; the facts must come out as they are written."""
-    protos = {(f.domain, f.name, f.overload): f for f in annotated.functions if f.domain != contract.DOMAIN}
-    done: dict = {}
+def load(source: Source) -> Loaded:
+    """Read a model, prove its contract, inline its functions.
 
-    def function(identifier):
-        if identifier not in done and identifier in protos:
-            f, proto = model.functions[identifier], protos[identifier]
-            access = {v.name for v in proto.value_info if v.access == schema.READ_WRITE}
-            alias_of = {v.name: v.alias_of for v in proto.value_info if v.alias_of}
-            done[identifier] = f, _analyze(f, access, [alias_of.get(v.name) for v in f.outputs], function)
-        return done.get(identifier)
+    Args:
+        source: a path, the bytes of a file, or a program; what is loaded already is given back.
 
-    for identifier in protos:
-        function(identifier)
-    access = {v.name for v in annotated.graph.input if v.access == schema.READ_WRITE}
-    aliases = _analyze(model.graph, access, [v.alias_of for v in annotated.graph.output], function)
-    derived = schema.ModelProto.FromString(ir.to_proto(model).SerializeToString())
-    emitter.annotate(derived, model.graph, aliases, done)
-    difference = set(emitter.facts(derived)) ^ set(found)
-    if difference:
-        raise errors.ContractError([errors.Finding("E101", str(fact)) for fact in sorted(difference, key=repr)])
+    Raises:
+        errors.ContractError: the model breaks a rule (any code), or its contract was lost or
+        changed (E113). errors.ModelFileError: this is no model, or its weights are missing.
+    """
+    if isinstance(source, Loaded):
+        return source
+    program = open_program(source)
+    return _flatten(verify_file(program), program)
 
 
-def _analyze(graph, access: set[str], alias_of: list, function) -> alias.AliasMap:
-    def callee(node: ir.Node):
-        known = function(node.op_identifier())
-        return known and {a.output_index: a.input_index for a in known[1].result}
+def open_program(source: str | os.PathLike[str] | bytes | Program) -> Program:
+    """What stands in a file, unproven.
 
-    inputs = {v.name: v for v in graph.inputs}
-    aliases = alias.analyze(graph, [v for v in graph.inputs if v.name in access], [inputs.get(n) for n in alias_of], callee)
-    if aliases.findings:
-        raise errors.ContractError(aliases.findings)
-    return aliases
+    Raises:
+        errors.ModelFileError: this is no model, or its weights are missing.
+    """
+    if isinstance(source, Program):
+        return source
+    proto, large = files.parse(source) if isinstance(source, bytes) else files.read(source)
+    _check_structure(proto, "model" if isinstance(source, bytes) else os.fspath(source))
+    return Program(proto.graph.name, proto, large)
 
 
-def _infer(model: ir.Model) -> ir.Model:
+def _check_structure(proto: Any, path: str) -> None:
+    """What the analysis takes for granted: names are defined before they are used, and once."""
+    bare = type(proto)()
+    bare.CopyFrom(proto)
+    for tensor in bare.graph.initializer:
+        if (
+            tensor.data_location == onnx.TensorProto.EXTERNAL
+        ):  # large: stands elsewhere, has been checked
+            tensor.ClearField("data_location")
+            tensor.ClearField("external_data")
+            tensor.ClearField("dims")
+            tensor.dims.append(0)
+    try:
+        onnx.checker.check_model(bare.SerializeToString())
+    except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
+        raise ModelFileError(path, f"this is no valid ONNX model: {str(error).strip()}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """A model whose file says what follows from it."""
+
+    model: ir.Model
+    access: tuple[Access, ...]
+    returns: tuple[str | None, ...]
+
+
+def verify_file(program: Program) -> Verified:
+    """Compare a file with what follows from it.
+
+    Raises:
+        errors.ContractError: all findings of the first group that has any.
+    """
+    proto = program.proto
+    _refuse(integrity.unknown_fields(proto))
+    _refuse(integrity.contradictions(proto))
+    _refuse(_lost_declarations(proto))
+    _refuse(_unmarked_nodes(proto))
+    derivation = Derivation(proto, program.weights)
+    _refuse(derivation.findings)
+    _refuse(list(_differences(proto, derivation.facts())))
+    _refuse(_changed_bodies(derivation.model))
+    graph = derivation.graph
+    returns = tuple(declared_returns(proto).get(str(v.name)) for v in graph.block.outputs)
+    return Verified(derivation.model, graph.access, returns)
+
+
+def _refuse(findings: list[Finding]) -> None:
+    if findings:
+        raise ContractError(findings)
+
+
+# -- declarations
+
+
+def is_body(domain: str, name: str) -> bool:
+    """Whether a function is the functional body of an operator that has an alias rule."""
+    return domain == contract.DOMAIN or (domain, name) in contract.RULES
+
+
+def own_functions(proto: Any) -> Iterator[Any]:
+    """FunctionProtos that an author declared."""
+    return (f for f in proto.functions if not is_body(f.domain, f.name))
+
+
+def declared(proto: Any) -> facts.Declarations:
+    """What the typed fields declare."""
+    return facts.declarations(proto, map(facts.function_scope, own_functions(proto)))
+
+
+def declared_returns(proto: Any) -> Mapping[str, str]:
+    """Root of every graph output that has one."""
+    return declared(proto).outputs
+
+
+def read_contract(proto: Any) -> facts.Declarations | None:
+    """The JSON contract; None where there is none.
+
+    Raises:
+        ValueError: it cannot be read, is not canonical, or stands there twice.
+    """
+    texts = [p.value for p in proto.metadata_props if p.key == facts.CONTRACT]
+    if not texts:
+        return None
+    found = facts.Declarations.from_json(texts[0])
+    if len(texts) > 1 or found.to_json() != texts[0]:
+        raise ValueError("it is not in canonical form, or stands there twice")
+    return found
+
+
+def _lost_declarations(proto: Any) -> list[Finding]:
+    """Typed declarations against the JSON."""
+    try:
+        promised = read_contract(proto)
+    except ValueError as error:
+        return [Finding("E113", f"The JSON contract in metadata_props cannot be read: {error}.")]
+    if promised is None:
+        return []
+    found = declared(proto)
+    return [
+        *_compare("graph input", promised.inputs, found.inputs, "access {}"),
+        *_compare("graph output", promised.outputs, found.outputs, "alias_of `{}`"),
+        *_compare("function", promised.functions, found.functions, "{}"),
+    ]
+
+
+def _compare(
+    what: str, promised: Mapping[str, Any], found: Mapping[str, Any], form: str
+) -> Iterator[Finding]:
+    for name in sorted({*promised, *found}):
+        said, stands = promised.get(name), found.get(name)
+        if said != stands:
+            texts = ["nothing" if x is None else form.format(x) for x in (said, stands)]
+            yield Finding(
+                "E113", f"{what} `{name}`: the contract says {texts[0]}, the file {texts[1]}."
+            )
+
+
+def _unmarked_nodes(proto: Any) -> list[Finding]:
+    """Nodes that always write, without a fact."""
+    findings = []
+    for scope, node in all_nodes(proto):
+        rule = contract.RULES.get((node.domain, node.op_type))
+        if rule is not None and not rule.functional and not node.output_alias:
+            name = facts.Place(scope, Where.NODE, facts.label(node.output))
+            message = f"{node.op_type}, {name}, has lost its output_alias."
+            findings.append(Finding("E113", message, integrity.source(node)))
+    return findings
+
+
+def all_nodes(proto: Any) -> Iterator[tuple[str, Any]]:
+    """NodeProtos of the graph and of functions that an author declared, with their scope."""
+
+    def walk(nodes: Any, scope: str) -> Iterator[tuple[str, Any]]:
+        for node in nodes:
+            yield scope, node
+            for attribute in node.attribute:
+                if attribute.type == onnx.AttributeProto.GRAPH:
+                    inner = facts.body_scope(scope, facts.label(node.output), attribute.name)
+                    yield from walk(attribute.g.node, inner)
+
+    yield from walk(proto.graph.node, "")
+    for function in own_functions(proto):
+        yield from walk(function.node, facts.function_scope(function))
+
+
+# -- derivation
+
+
+class Derivation:
+    """All facts again, from operator rules and declarations.
+
+    Attributes:
+        model: the file as onnx-ir.
+        graph: the analysed graph.
+        functions: the analysed functions.
+        findings: rules that graph and functions break.
+    """
+
+    def __init__(self, proto: Any, large: weights.Weights):
+        self.findings: list[Finding] = []
+        try:
+            self.model = ir.serde.deserialize_model(
+                onnx.ModelProto.FromString(proto.SerializeToString())
+            )
+        except (ir.serde.SerdeError, ValueError, KeyError, TypeError) as error:
+            raise ModelFileError("model", f"onnx-ir cannot read it: {error}") from None
+        weights.attach(self.model.graph, large)
+        _mark_foreign(proto, self.model)
+        declarations = declared(proto)
+        self._protos = {facts.function_scope(f): f for f in own_functions(proto)}
+        self._declarations = declarations
+        self._done: dict[str, Analysed | None] = {}
+        for function in self.model.functions.values():
+            self._function(function)
+        returns = [declarations.outputs.get(str(v.name)) for v in self.model.graph.outputs]
+        access = [Access[declarations.inputs[str(v.name)]] for v in self.model.graph.inputs]
+        self.graph = self._analyse(self.model.graph, access, returns)
+        self.functions = [f for f in self._done.values() if f is not None]
+
+    def facts(self) -> facts.Facts:
+        """What the file must say."""
+        return facts.of_model(self.graph, self.functions)
+
+    def _function(self, function: ir.Function) -> Analysed | None:
+        """A function's summary is needed at its calls: callees come first."""
+        scope = facts.function_scope(function)
+        if scope in self._done or scope not in self._protos:
+            return self._done.get(scope)
+        self._done[scope] = None  # a function that calls itself gets no summary
+        proto, declaration = self._protos[scope], self._declarations.functions[scope]
+        infos = {info.name: info for info in proto.value_info}
+        for value in function.inputs:
+            if value.name in infos and infos[value.name].HasField("type"):
+                info = onnx.ValueInfoProto.FromString(infos[value.name].SerializeToString())
+                ir.serde.deserialize_value_info_proto(info, value)
+        roots = {
+            k: str(function.inputs[i].name)
+            for k, i in declaration.alias.items()
+            if i < len(function.inputs)
+        }
+        returns = [roots.get(k) for k in range(len(function.outputs))]
+        self._done[scope] = self._analyse(
+            function, [Access[a] for a in declaration.access], returns
+        )
+        return self._done[scope]
+
+    def _analyse(
+        self, block: ir.Graph | ir.Function, access: list[Access], returns: list[str | None]
+    ) -> Analysed:
+        inputs = {v.name: v for v in block.inputs}
+        mutable = [v for v, a in zip(block.inputs, access, strict=True) if a is Access.READ_WRITE]
+        roots = [None if name is None else inputs.get(name) for name in returns]
+        aliases = alias.analyze(block, mutable, roots, self._callee, _locate)
+        self.findings += aliases.findings
+        return Analysed(block, aliases, tuple(access))
+
+    def _callee(self, node: ir.Node) -> Mapping[int, int] | None:
+        function = self.model.functions.get(node.op_identifier())
+        if function is not None and not is_body(node.domain, node.op_type):
+            analysed = self._function(function)
+            return None if analysed is None else ports(analysed.aliases.result)
+        return foreign_ports(node)
+
+
+def _mark_foreign(proto: Any, model: ir.Model) -> None:
+    """Keep the contract of nodes that we have no rule for where the passes on onnx-ir keep it."""
+
+    def walk(protos: Any, nodes: Any) -> None:
+        for stored, node in zip(protos, nodes, strict=True):
+            if stored.output_alias and is_foreign(node, model):
+                text = ",".join(f"{a.output_index}:{a.input_index}" for a in stored.output_alias)
+                node.metadata_props[PORTS] = text
+            for attribute in stored.attribute:
+                if attribute.type == onnx.AttributeProto.GRAPH:
+                    walk(attribute.g.node, node.attributes[attribute.name].as_graph())
+
+    walk(proto.graph.node, model.graph)
+    for function in own_functions(proto):
+        walk(function.node, model.functions[function.domain, function.name, function.overload])
+
+
+def is_foreign(node: ir.Node, model: ir.Model) -> bool:
+    """Whether the file alone says what a node aliases."""
+    return (
+        node.domain not in ("", "ai.onnx", contract.DOMAIN)
+        and (node.domain, node.op_type) not in contract.RULES
+        and node.op_identifier() not in model.functions
+    )
+
+
+def foreign_ports(node: ir.Node) -> dict[int, int] | None:
+    """{output: input} of a node whose contract is its own ``output_alias``."""
+    text = node.metadata_props.get(PORTS)
+    if text is None:
+        return None
+    pairs = (pair.split(":") for pair in text.split(","))
+    return {int(output): int(source) for output, source in pairs}
+
+
+def _locate(node: ir.Node | None) -> errors.Location | None:
+    return None if node is None else integrity.source(node)
+
+
+# -- comparison
+
+
+def _differences(proto: Any, derived: facts.Facts) -> Iterator[Finding]:
+    stored = facts.stored(proto)
+    sources = {
+        facts.Place(scope, Where.NODE, facts.label(node.output)): integrity.source(node)
+        for scope, node in all_nodes(proto)
+    }
+    for place in sorted({*stored, *derived}, key=lambda p: (p.scope, p.where.value, p.name)):
+        stands, follows = stored.get(place), derived.get(place)
+        if stands != follows:
+            texts = [str(fact) if fact is not None else "nothing" for fact in (stands, follows)]
+            message = f"{place}: the file says {texts[0]}; {texts[1]} follows from the model."
+            yield Finding("E113", message, sources.get(place))
+
+
+def _changed_bodies(model: ir.Model) -> list[Finding]:
+    """Stock runtimes must compute what we compute: a body is ours, or it is another contract."""
+    findings = []
+    seen = set()
+    for node in _ir_nodes(model):
+        identifier = node.op_identifier()
+        function = model.functions.get(identifier)
+        if function is None or not operators.has_body(node) or identifier in seen:
+            continue
+        seen.add(identifier)
+        name = f"the functional body of {node.op_type} {node.overload}".rstrip()
+        try:
+            opset = function.opset_imports.get("", operators.OPSET)
+            same = _canonical(function) == _canonical(operators.body(node, opset))
+        except operators.NoBody as error:
+            findings.append(
+                Finding("E113", f"{name} cannot be what it says: {error}.", integrity.source(node))
+            )
+            continue
+        if not same:
+            findings.append(
+                Finding("E113", f"{name} is not what this operator means.", integrity.source(node))
+            )
+    return findings
+
+
+def _ir_nodes(model: ir.Model) -> Iterator[ir.Node]:
+    yield from ir.traversal.RecursiveGraphIterator(model.graph)
+    for function in model.functions.values():
+        if not is_body(function.domain, function.name):
+            yield from ir.traversal.RecursiveGraphIterator(function)
+
+
+def _canonical(function: ir.Function) -> object:
+    """A function without the names of its values."""
+    number: dict[ir.Value | None, int] = {None: -1}
+
+    def numbers(values: Any) -> tuple[int, ...]:
+        return tuple(number.setdefault(v, len(number)) for v in values)
+
+    inputs = numbers(function.inputs)
+    nodes = []
+    for node in function:
+        attributes = sorted(
+            (a.name, ir.serde.serialize_attribute(a).SerializeToString(deterministic=True))
+            for a in node.attributes.values()
+        )
+        nodes.append(
+            (node.op_identifier(), numbers(node.inputs), numbers(node.outputs), attributes)
+        )
+    return (
+        function.identifier(),
+        inputs,
+        nodes,
+        numbers(function.outputs),
+        sorted(function.attributes),
+    )
+
+
+# -- inlining
+
+
+def _flatten(verified: Verified, program: Program) -> Loaded:
+    model = verified.model
+    names = [str(v.name) for v in model.graph.inputs]
+    common.InlinePass(lambda f: not is_body(f.domain, f.name))(model)
+    model = _infer(model, program.weights)
+    inputs = dict(zip(names, model.graph.inputs, strict=True))
+    mutable = [
+        v
+        for v, a in zip(model.graph.inputs, verified.access, strict=True)
+        if a is Access.READ_WRITE
+    ]
+    returns = [None if name is None else inputs[name] for name in verified.returns]
+    aliases = alias.analyze(model.graph, mutable, returns, foreign_ports, _locate)
+    _refuse(aliases.findings)
+    return Loaded(model, aliases, mutable, program)
+
+
+def _infer(model: ir.Model, large: weights.Weights) -> ir.Model:
     """Infer again after inlining: symbols of a callee are not symbols of the caller."""
     keep = {*model.graph.inputs, *model.graph.outputs}
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         for value in node.outputs:
             if value not in keep:
                 value.shape = None
-    proto = onnx.shape_inference.infer_shapes(ir.to_proto(model), data_prop=True)
-    return ir.serde.deserialize_model(proto)
+    with weights.detached(model.graph):
+        proto = ir.to_proto(model)
+    proto = onnx.shape_inference.infer_shapes(proto, data_prop=True)
+    inferred = ir.serde.deserialize_model(proto)
+    weights.attach(inferred.graph, large)
+    return inferred

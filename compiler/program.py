@@ -1,22 +1,24 @@
-"""From a declaration (what an author wrote) to a program (a checked model and its annotated file).
+"""From a declaration (what an author wrote) to a program (a checked model, annotated).
 
-The DSL makes declarations; everything after that is decided here and in the modules that this one calls, in the
-order analyse, emit. A declaration that breaks a rule never becomes a program.
+The DSL makes declarations; everything after that is decided here and in the modules that this one
+calls, in the order analyse, attach functional bodies, emit. A declaration that breaks a rule never
+becomes a program.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import onnx_ir as ir
 
-from onnx_inplace.compiler import alias, emitter, errors, operators
+from onnx_inplace.compiler import alias, emitter, errors, facts, files, operators, weights
 from onnx_inplace.compiler.contract import Access
 
-LOCATION = "onnx_inplace.location"  # key in ir.Node.meta: the errors.Location of the author's line
+LOCATION = emitter.LOCATION  # key in ir.Node.meta: the errors.Location of the author's line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +28,10 @@ class Declaration:
     Attributes:
         function: the recorded nodes; nodes carry their place in ``meta[LOCATION]``.
         access: one per input.
-        returns: one per output: the name of the parameter that it must alias, or None for a new value.
-        functions: declarations of all functions that it calls, directly or not, callees first, each once.
+        returns: one per output: the name of the parameter that it must alias, or None for a new
+            value.
+        functions: declarations of all functions that it calls, directly or not, callees first, each
+            once.
         location: where the author's ``def`` stands.
     """
 
@@ -52,16 +56,35 @@ class CheckedFunction:
     aliases: alias.AliasMap
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """A compiled model: checked, annotated, ready to be saved, planned or run."""
+    """A model with its contract: in memory what an annotated file is on disk.
+
+    Attributes:
+        name: of the graph.
+        proto: the annotated ``schema.ModelProto``; large weights are references in it.
+        weights: the large weights, by initializer. Arrays of the author, or mapped from a file.
+    """
 
     name: str
-    serialized: bytes
+    proto: Any = dataclasses.field(repr=False)
+    weights: weights.Weights = dataclasses.field(repr=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the annotated ``.onnx`` file."""
-        Path(path).write_bytes(self.serialized)
+        """Write the annotated file: ``.onnx``, ``.textproto`` or ``.json``.
+
+        Weights of 1 MiB and more go into one file beside it, called ``{path}.{digest}.data``.
+        """
+        files.write(self.proto, self.weights, path)
+
+    @functools.cached_property
+    def serialized(self) -> bytes:
+        """The bytes of an ``.onnx`` file with all weights inside.
+
+        Raises:
+            ValueError: they are more than a protobuf message may have.
+        """
+        return weights.embed(self.proto, self.weights)
 
 
 def check_function(declaration: Declaration) -> CheckedFunction:
@@ -70,7 +93,7 @@ def check_function(declaration: Declaration) -> CheckedFunction:
     Raises:
         errors.ContractError: all findings of the function.
     """
-    return CheckedFunction(declaration, _analyse(declaration))
+    return CheckedFunction(declaration, _analyse(declaration)[-1].aliases)
 
 
 def build(declaration: Declaration) -> Program:
@@ -79,29 +102,44 @@ def build(declaration: Declaration) -> Program:
     Raises:
         errors.ContractError: all findings of the model.
     """
-    aliases = _analyse(declaration)
-    functions = [(f.function, _analyse(f)) for f in declaration.functions]
-    graphs = [declaration.function.graph, *(f.graph for f, _ in functions)]
-    nodes = [n for g in graphs for n in ir.traversal.RecursiveGraphIterator(g)]
+    *functions, model = _analyse(declaration)
+    graph = dataclasses.replace(model, block=declaration.function.graph)
+    blocks = [graph.block, *(f.block for f in functions)]
+    nodes = [n for block in blocks for n in ir.traversal.RecursiveGraphIterator(block)]
     opset = declaration.function.opset_imports.get("", operators.OPSET)
     bodies = operators.attach_bodies(nodes, opset)
-    data = emitter.emit(declaration.function, aliases, functions, bodies)
-    return Program(declaration.function.name, data)
+    name = declaration.function.name
+    return Program(name, *emitter.emit(graph, functions, bodies, name))
 
 
-def _analyse(declaration: Declaration) -> alias.AliasMap:
-    called = {f.function.identifier(): f for f in declaration.functions}
+def _analyse(declaration: Declaration) -> list[facts.Analysed]:
+    """Every function once, callees first, the declaration itself last."""
+    done: dict[ir.OperatorIdentifier, facts.Analysed] = {}
+    for current in (*declaration.functions, declaration):
+        analysed = _analyse_one(current, done)
+        done[current.function.identifier()] = analysed
+    return list(done.values())
 
+
+def _analyse_one(
+    declaration: Declaration, done: Mapping[ir.OperatorIdentifier, facts.Analysed]
+) -> facts.Analysed:
     def callee(node: ir.Node) -> Mapping[int, int] | None:
-        f = called.get(node.op_identifier())
-        return None if f is None else {a.output_index: a.input_index for a in _analyse(f).result}
+        called = done.get(node.op_identifier())
+        return None if called is None else ports(called.aliases.result)
 
     def locate(node: ir.Node | None) -> errors.Location:
-        return declaration.location if node is None else node.meta.get(LOCATION, declaration.location)
+        found = None if node is None else node.meta.get(LOCATION)
+        return found if isinstance(found, errors.Location) else declaration.location
 
     inputs = {v.name: v for v in declaration.function.inputs}
     returns = [None if name is None else inputs[name] for name in declaration.returns]
     aliases = alias.analyze(declaration.function, declaration.mutable, returns, callee, locate)
     if aliases.findings:
         raise errors.ContractError(aliases.findings)
-    return aliases
+    return facts.Analysed(declaration.function, aliases, declaration.access)
+
+
+def ports(aliases: Iterable[Any]) -> dict[int, int]:
+    """Aliases as {output: input}."""
+    return {a.output_index: a.input_index for a in aliases}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import operator
-import os
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,11 +15,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_inplace.compiler import errors, loader, planner, positions, program
+from onnx_inplace.compiler import errors, loader, planner, positions
 from onnx_inplace.runner import binding, execute, inputs, outputs, storage
 from onnx_inplace.runner.storage import Array, Interval
 
-Source = str | os.PathLike[str] | program.Program | loader.Loaded
+Source = loader.Source
 
 
 class Session:
@@ -53,7 +52,7 @@ class Session:
         """
         if operator.index(threads) < 1:
             raise errors.BindingError(f"threads is {threads}: at least 1 is needed.", "threads")
-        loaded = source if isinstance(source, loader.Loaded) else _load(source)
+        loaded = loader.load(source)
         self.threads = threads
         self.plan = planner.plan(loaded)
         self.checks = positions.build(loaded)
@@ -78,7 +77,7 @@ class Session:
         self._kept = sorted(
             storage.interval(a) for a in self.plan.constants.values() if isinstance(a, np.ndarray)
         )
-        weights = _weights_in_memory(graph) if isinstance(source, loader.Loaded) else {}
+        weights = _weights_in_memory(graph)
         if weights:
             weakref.finalize(self, storage.leases.give_back, storage.leases.lend(weights))
 
@@ -186,13 +185,6 @@ class Session:
         """Whether ``mine`` lies in a constant of the plan."""
         at = bisect.bisect_left(self._kept, mine.stop, key=lambda kept: kept.start)
         return any(kept.overlaps(mine) for kept in self._kept[:at])
-
-
-def _load(source: str | os.PathLike[str] | program.Program) -> loader.Loaded:
-    if isinstance(source, program.Program):
-        return loader.load(source.serialized)
-    with open(os.fspath(source), "rb") as file:
-        return loader.load(file.read())
 
 
 def _weights_in_memory(graph: ir.Graph) -> dict[str, Array]:

@@ -1,0 +1,266 @@
+"""What can be judged before a meaning is derived: unknown fields, facts that contradict each other.
+
+Works on the protobuf message alone and knows no rule of any operator. Ports and names are two
+descriptions of one
+relation: where both stand they must lead to one root (E101). Whether the relation is true is
+    decided in ``loader``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import onnx
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from onnx_inplace.compiler import facts, schema
+from onnx_inplace.compiler.errors import Finding, Location
+
+# Messages that have data and no field of ours: they are not entered.
+_OPAQUE = {
+    "TensorProto",
+    "SparseTensorProto",
+    "TensorShapeProto",
+    "StringStringEntryProto",
+    "OperatorSetIdProto",
+}
+_OURS = {
+    "ValueAliasProto",
+    "QuantizedTensorProto",
+    "QuantizationProto",
+    "Encoding",
+    "Layout",
+    "QuantizedTensor",
+}
+
+
+def source(node: Any) -> Location | None:
+    """Where the author wrote a node: onnx-ir's or a NodeProto."""
+    props = node.metadata_props
+    text = (
+        props.get(facts.SOURCE)
+        if hasattr(props, "get")
+        else next((p.value for p in props if p.key == facts.SOURCE), None)
+    )
+    file, _, line = (text or "").rpartition(":")
+    return Location(file, int(line)) if file and line.isdecimal() else None
+
+
+# -- unknown fields
+
+
+def unknown_fields(model: Any) -> list[Finding]:
+    """Fields that a reader of this version would overlook, although they belong to the contract.
+
+    An enum value that is not declared is such a field as well: protobuf shows it as the enum's
+    default.
+    """
+    findings = []
+    for path, number in _unknown(model, "model"):
+        what = (
+            "an unknown value or field"
+            if number < schema.FIRST
+            else "a value or field that is not known here"
+        )
+        findings.append(
+            Finding(
+                "E113", f"{path} has {what}, number {number}: a newer or another producer wrote it."
+            )
+        )
+    return findings
+
+
+def _unknown(message: Message, path: str) -> Iterator[tuple[str, int]]:
+    name = message.DESCRIPTOR.name
+    for field in UnknownFieldSet(message):
+        if name in _OURS or schema.FIRST <= field.field_number <= schema.LAST:
+            yield path, field.field_number
+    if name in _OPAQUE:
+        return
+    for descriptor, value in message.ListFields():
+        if descriptor.message_type is None:
+            continue
+        for item in value if descriptor.is_repeated else (value,):
+            named = getattr(item, "name", "") or (
+                facts.label(item.output) if hasattr(item, "op_type") else ""
+            )
+            yield from _unknown(item, f"{path}.{descriptor.name}" + (f"[{named}]" if named else ""))
+
+
+# -- contradictions
+
+
+@dataclasses.dataclass
+class _Scope:
+    """Names of a graph or function; names of outer scopes are seen from inside."""
+
+    outer: _Scope | None
+    by_port: dict[str, str] = dataclasses.field(default_factory=dict)
+    by_name: dict[str, str] = dataclasses.field(default_factory=dict)
+    known: set[str] = dataclasses.field(default_factory=set)
+    outputs: set[str] = dataclasses.field(
+        default_factory=set
+    )  # but for inputs that are returned as they are
+
+    def home(self, name: str) -> _Scope | None:
+        """The scope that defines ``name``."""
+        scope: _Scope | None = self
+        while scope is not None and name not in scope.known:
+            scope = scope.outer
+        return scope
+
+
+class _Cycle(Exception):
+    """``alias_of`` leads back to itself."""
+
+
+def contradictions(model: Any) -> list[Finding]:
+    """E101: facts that cannot all be true, whatever the model means."""
+    check = _Contradictions()
+    check.graph(model.graph, None, "")
+    for function in model.functions:
+        check.function(function)
+    return check.findings
+
+
+class _Contradictions:
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+
+    def find(self, message: str, node: Any = None) -> None:
+        self.findings.append(Finding("E101", message, None if node is None else source(node)))
+
+    def graph(self, graph: Any, outer: _Scope | None, name: str) -> None:
+        inputs = {v.name for v in graph.input}
+        known = inputs | {v.name for v in graph.initializer}
+        scope = _Scope(outer, known=known, outputs={v.name for v in graph.output} - inputs)
+        infos = [*graph.value_info, *graph.output]
+        if outer is not None:  # a body's own input aliases a value outside
+            infos += graph.input
+        else:
+            for value in graph.input:
+                if value.alias_of:
+                    self.find(f"graph input `{value.name}` has alias_of: it is a root itself.")
+        self.block(graph.node, infos, scope, name)
+
+    def function(self, function: Any) -> None:
+        scope = _Scope(
+            None, known=set(function.input), outputs=set(function.output) - set(function.input)
+        )
+        name = facts.function_scope(function)
+        self.ports(function, list(function.input), list(function.output), f"function {name}", None)
+        # results by port lead to the same parameter as results by name
+        for alias in function.output_alias:
+            if 0 <= alias.output_index < len(function.output) and 0 <= alias.input_index < len(
+                function.input
+            ):
+                result, parameter = (
+                    function.output[alias.output_index],
+                    function.input[alias.input_index],
+                )
+                if result != parameter:
+                    scope.by_port[result] = parameter
+        self.block(function.node, function.value_info, scope, name)
+
+    def block(self, nodes: Iterable[Any], infos: Iterable[Any], scope: _Scope, name: str) -> None:
+        nodes = list(nodes)
+        for node in nodes:
+            scope.known.update(filter(None, node.output))
+        for info in infos:
+            if not info.alias_of:
+                continue
+            home = scope.home(info.alias_of)
+            if home is not None and info.alias_of in home.outputs:
+                self.find(
+                    f"`{info.name}`{_inside(name)} has alias_of `{info.alias_of}`, an output."
+                )
+                continue
+            scope.by_name[info.name] = info.alias_of
+        self.cycles(scope, name)
+        for node in nodes:
+            label = facts.label(node.output)
+            if self.ports(
+                node, list(node.input), list(node.output), f"`{label}`{_inside(name)}", node
+            ):
+                for alias in node.output_alias:
+                    output = node.output[alias.output_index]
+                    declared = scope.by_port.get(output)
+                    scope.by_port[output] = node.input[alias.input_index]
+                    if declared is not None:
+                        self.compare(scope, output, declared, node.input[alias.input_index], node)
+            for attribute in node.attribute:
+                if attribute.type == onnx.AttributeProto.GRAPH:
+                    self.graph(attribute.g, scope, facts.body_scope(name, label, attribute.name))
+        for node in nodes:
+            for output in node.output:
+                port, named = scope.by_port.get(output), scope.by_name.get(output)
+                if port is not None and named is not None:
+                    self.compare(scope, output, port, named, node)
+
+    def compare(self, scope: _Scope, value: str, port: str, named: str, node: Any) -> None:
+        try:
+            by_port, by_name = self.root(scope, port), self.root(scope, named)
+        except _Cycle:
+            return  # has been found
+        if by_name is not None and by_port is not None and by_port != by_name:
+            self.find(
+                f"`{value}` is `{by_port[1]}` by its port, and `{by_name[1]}` by its name.", node
+            )
+
+    def root(self, scope: _Scope, name: str) -> tuple[int, str] | None:
+        """Scope and name that facts lead to; None: they name a value that does not exist."""
+        seen = set()
+        home = scope.home(name)
+        while home is not None:
+            if (id(home), name) in seen:
+                raise _Cycle
+            seen.add((id(home), name))
+            following = home.by_port.get(name) or home.by_name.get(name)
+            if following is None:
+                return id(home), name
+            name, home = following, home.home(following)
+        return None
+
+    def cycles(self, scope: _Scope, name: str) -> None:
+        for start in scope.by_name:
+            seen, current = {start}, scope.by_name[start]
+            while current in scope.by_name and current in scope.known:
+                if current in seen:
+                    if current == start:
+                        self.find(f"alias_of of `{start}`{_inside(name)} leads back to itself.")
+                    break
+                seen.add(current)
+                current = scope.by_name[current]
+
+    def ports(
+        self, message: Any, inputs: list[str], outputs: list[str], what: str, node: Any
+    ) -> bool:
+        """Whether all ports exist and are used once."""
+        count = len(self.findings)
+        for alias in message.output_alias:
+            if alias.kind != schema.MUST_ALIAS:
+                self.find(
+                    f"{what} has an output_alias of kind {alias.kind}, which says nothing.", node
+                )
+            for index, values, side in (
+                (alias.output_index, outputs, "output"),
+                (alias.input_index, inputs, "input"),
+            ):
+                if not 0 <= index < len(values) or not values[index]:
+                    self.find(
+                        f"{what} has an output_alias of {side} {index}; it has {len(values)}.", node
+                    )
+        for side, used in (
+            ("output", [a.output_index for a in message.output_alias]),
+            ("input", [a.input_index for a in message.output_alias]),
+        ):
+            for index in sorted({i for i in used if used.count(i) > 1}):
+                self.find(f"{what} has more than one output_alias of {side} {index}.", node)
+        return len(self.findings) == count
+
+
+def _inside(scope: str) -> str:
+    return f" in {scope.strip('/')}" if scope else ""
