@@ -1,0 +1,1 @@
+"""Writes random stateful programs at the level of the IR."""

@@ -1,0 +1,206 @@
+"""A whole random program: its parameters, its functions, what it returns and declares."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from authoring.block import (
+    CACHE,
+    DOMAIN,
+    HERE,
+    LOCAL,
+    OPSET,
+    ROWS,
+    TOKEN,
+    Block,
+    Name,
+    dtype_of,
+    shape_of,
+    typed,
+)
+from authoring.flow import Flow
+from onnx_inplace.compiler import program
+from onnx_inplace.compiler.contract import Access
+
+
+@dataclasses.dataclass(frozen=True)
+class Callee:
+    """A function that has been written."""
+
+    declaration: program.Declaration
+    parameters: tuple[Name, ...]
+    results: tuple[Name, ...]
+
+
+class Author(Flow):
+    """Writes one program."""
+
+    def __init__(self, choices) -> None:
+        super().__init__(choices)
+        self.functions: list[Callee] = []
+
+    def program(self) -> program.Declaration:
+        for _ in range(self.pick([0, 0, 1, 1, 2, 3])):
+            self.functions.append(self.function())
+        caches = self.pick([1, 1, 2, 2, 3])
+        block = Block(self.fresh, None, range(caches))
+        inputs, access = [], []
+        for k in range(caches):
+            inputs.append(self.input(block, f"cache{k}", CACHE, k))
+            access.append(Access.READ_WRITE)
+        plain = (
+            ("frozen", CACHE),
+            ("new", TOKEN),
+            ("position", ()),
+            ("steps", ()),
+            ("rows", (ROWS,)),
+        )
+        for name, shape in plain:
+            inputs.append(self.input(block, name, shape, None))
+            access.append(Access.READ_ONLY)
+        inputs.append(self.input(block, "flag", (), None, ir.DataType.BOOL))
+        access.append(Access.READ_ONLY)
+        self.budget = 3 + self.below(6)
+        self.statements(block, 2 + self.below(4))
+        outputs, returns = self.returns(block)
+        function = self.close("model", block, inputs, outputs)
+        return program.Declaration(
+            function, tuple(access), returns, tuple(f.declaration for f in self.functions), HERE
+        )
+
+    def input(
+        self,
+        block: Block,
+        name: str,
+        shape: tuple[int, ...],
+        cache: int | None,
+        dtype: ir.DataType = ir.DataType.INT64,
+    ) -> ir.Value:
+        value = typed(ir.Value(name=name), shape, dtype)
+        kind = "tensor" if shape else "number" if dtype == ir.DataType.INT64 else "truth"
+        added = block.add(Name(value, shape, cache, kind))
+        if cache is not None:
+            block.current[cache] = added
+        return value
+
+    def function(self) -> Callee:
+        """A function of one or two caches, lent or only read."""
+        count = self.pick([1, 1, 2])
+        lent = [self.pick([True, True, True, False]) for _ in range(count)]
+        block = Block(self.fresh, None, [k for k in range(count) if lent[k]])
+        inputs, access = [], []
+        for k in range(count):
+            inputs.append(self.input(block, self.fresh("c"), CACHE, k))
+            access.append(Access.READ_WRITE if lent[k] else Access.READ_ONLY)
+        for hint, shape in (("x", TOKEN), ("p", ())):
+            inputs.append(self.input(block, self.fresh(hint), shape, None))
+            access.append(Access.READ_ONLY)
+        parameters = tuple(block.names)
+        self.budget = 2 + self.below(4)
+        self.statements(block, 1 + self.below(3))
+        outputs, returns = self.returns(block)
+        function = self.close(self.fresh("f"), block, inputs, [o for o in outputs])
+        called = called_functions(function, self.functions)
+        declaration = program.Declaration(function, tuple(access), returns, called, HERE)
+        by_name = {v.name: k for k, v in enumerate(inputs)}
+        results = tuple(
+            Name(o, shape_of(o), by_name[r] if r is not None else None)
+            for o, r in zip(outputs, returns, strict=True)
+        )
+        return Callee(declaration, parameters, results)
+
+    def close(
+        self, name: str, block: Block, inputs: list[ir.Value], outputs: list[ir.Value]
+    ) -> ir.Function:
+        imports = {"": OPSET, DOMAIN: 1, LOCAL: 1}
+        graph = ir.Graph(inputs, outputs, nodes=block.nodes, name=name, opset_imports=imports)
+        return ir.Function(LOCAL, name, graph=graph, attributes=[])
+
+    def returns(self, block: Block) -> tuple[list[ir.Value], tuple[str | None, ...]]:
+        """The current name of each cache that can be written, and an ordinary result or two."""
+        parameters = {
+            n.cache: n
+            for n in reversed(block.names)
+            if n.value.producer() is None and n.cache is not None
+        }
+        results: list[tuple[Name, str | None]] = []
+        for k in block.writable:
+            if block.current[k].value is parameters[k].value and self.chance(2):
+                continue  # never written: need not come back
+            if self.slip():
+                continue
+            declared = parameters[k].value.name
+            if self.slip():
+                declared = self.pick([None, parameters[self.pick(block.writable)].value.name])
+            results.append((self.cache_name(block, k), declared))
+        for _ in range(self.pick([0, 1, 1, 2])):
+            results.append((self.token(block), None))
+        if self.slip():
+            results.append((self.any_cache(block), None))
+        if not results:
+            results.append((self.token(block), None))
+        return self.outputs(block, results)
+
+    def outputs(
+        self, block: Block, results: list[tuple[Name, str | None]]
+    ) -> tuple[list[ir.Value], tuple[str | None, ...]]:
+        values = [self.own(block, name, ()) for name, _ in results]
+        for k, value in enumerate(values):
+            if value in values[:k]:
+                values[k] = block.node("Identity", [value], results[k][0].shape, hint="same").value
+        for value, (name, _) in zip(values, results, strict=True):
+            typed(value, name.shape, dtype_of(name))
+        return values, tuple(declared for _, declared in results)
+
+    def call(self, block: Block) -> None:
+        """Call a function with caches, or with an ordinary value where it only reads."""
+        if not self.functions:
+            return self.write(block)
+        callee = self.pick(self.functions)
+        free = list(block.current)
+        arguments: list[Name] = []
+        given: dict[int, int] = {}
+        pairs = zip(callee.parameters, callee.declaration.access, strict=True)
+        for port, (parameter, access) in enumerate(pairs):
+            if parameter.cache is None:
+                arguments.append(self.number(block) if not parameter.shape else self.token(block))
+                continue
+            wanted = [k for k in free if access is Access.READ_ONLY or k in block.writable]
+            if not wanted and not self.slip():
+                if access is Access.READ_WRITE:
+                    return self.read(block)
+                arguments.append(self.whole(block))
+                continue
+            cache = self.pick(wanted or list(block.current))
+            if cache in free and not self.slip():
+                free.remove(cache)
+            given[port] = cache
+            arguments.append(self.cache_name(block, cache))
+        shapes = [n.shape for n in callee.results]
+        caches = [None if n.cache is None else given.get(n.cache) for n in callee.results]
+        values = [ir.Value(name=self.fresh("o")) for _ in shapes]
+        function = callee.declaration.function
+        node = ir.node(function.name, [a.value for a in arguments], domain=LOCAL, outputs=values)
+        node.meta[program.LOCATION] = HERE
+        block.nodes.append(node)
+        for value, shape, cache in zip(values, shapes, caches, strict=True):
+            name = block.add(Name(value, shape, cache))
+            if cache is not None and shape == CACHE and not self.slip():
+                block.current[cache] = name
+
+
+def called_functions(
+    function: ir.Function, known: Sequence[Callee]
+) -> tuple[program.Declaration, ...]:
+    """Declarations of what a function calls, directly or not, callees first."""
+    nodes = ir.traversal.RecursiveGraphIterator(function.graph)
+    wanted = {n.op_identifier() for n in nodes}
+    found: dict[tuple, program.Declaration] = {}
+    for callee in known:
+        if callee.declaration.function.identifier() in wanted:
+            for d in (*callee.declaration.functions, callee.declaration):
+                found.setdefault(d.function.identifier(), d)
+    return tuple(found.values())

@@ -1,0 +1,128 @@
+"""Ordinary values of a random program, most of them made from what a cache holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from authoring.block import CACHE, CAPACITY, DOMAIN, ROWS, TOKEN, Block, Name
+from authoring.choices import Choices
+
+T = TypeVar("T")
+
+
+class Values:
+    """Chooses names, and makes tokens, whole arrays, numbers and truths."""
+
+    def __init__(self, choices: Choices) -> None:
+        self.choices, self.count = choices, 0
+        self.slips = self.pick([0, 0, 0, 8, 4])  # one wrong choice in how many; 0: none
+
+    def below(self, count: int) -> int:
+        return self.choices.below(count) if count > 1 else 0
+
+    def pick(self, items: Sequence[T]) -> T:
+        return items[self.below(len(items))]
+
+    def chance(self, one_in: int) -> bool:
+        return self.below(one_in) == one_in - 1
+
+    def slip(self) -> bool:
+        return self.slips > 0 and self.chance(self.slips)
+
+    def fresh(self, hint: str) -> str:
+        self.count += 1
+        return f"{hint}{self.count}"
+
+    def cache_name(self, block: Block, cache: int) -> Name:
+        """The current name of a cache; a slip takes any name of any cache."""
+        return self.any_cache(block) if self.slip() else block.current[cache]
+
+    def any_cache(self, block: Block) -> Name:
+        whole = [n for n in block.names if n.shape == CACHE]
+        return self.pick(whole[::-1])
+
+    def token(self, block: Block, new: bool = False) -> Name:
+        """An ordinary value of one token for each row, often made from what a cache holds."""
+        known = [n for n in block.names if n.shape == TOKEN and n.cache is None]
+        if known and not new and self.chance(2):
+            return self.pick(known[::-1])
+        kind = self.below(4)
+        source = self.cache_name(block, self.pick(list(block.current))).value
+        if kind == 0:
+            at = block.constant(np.array([self.below(CAPACITY)]))
+            return block.node("Gather", [source, at.value], TOKEN, axis=1, hint="g")
+        axes = block.constant(np.array([1]))
+        total = block.node("ReduceSum", [source, axes.value], TOKEN, keepdims=1, hint="t")
+        if kind == 1 or not known:
+            return total
+        if kind == 2:
+            return block.node("Add", [self.pick(known).value, total.value], TOKEN, hint="a")
+        return block.node("Mul", [self.pick(known).value, total.value], TOKEN, hint="m")
+
+    def whole(self, block: Block) -> Name:
+        """An ordinary value of a cache's shape, or the name of a cache."""
+        kind = self.below(4)
+        source = self.cache_name(block, self.pick(list(block.current)))
+        if kind == 0:
+            return block.node("Add", [source.value, self.token(block).value], CACHE, hint="w")
+        if kind == 1:
+            return block.node("Copy", [source.value], CACHE, domain=DOMAIN, hint="copy")
+        if kind == 2 and len(block.current) > 1:
+            return source  # another cache's content, most likely
+        ordinary = [n for n in block.names if n.shape == CACHE and n.cache is None]
+        if ordinary:
+            return self.pick(ordinary[::-1])
+        return block.node("Mul", [source.value, source.value], CACHE, hint="w")
+
+    def content(self, block: Block, shape: tuple[int, ...]) -> Name:
+        """Values to be written, of any shape."""
+        if shape == TOKEN:
+            return self.token(block)
+        if shape == CACHE:
+            return self.whole(block)
+        known = [n for n in block.names if n.shape == shape and n.cache is None]
+        if known and self.chance(2):
+            return self.pick(known)
+        numbers = np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape) + self.below(50)
+        fixed = block.constant(numbers)
+        if self.chance(2):
+            return fixed
+        return block.node("Add", [fixed.value, self.number(block).value], shape, hint="b")
+
+    def number(self, block: Block, limit: int = CAPACITY) -> Name:
+        """A scalar from 0 to ``limit - 1``, perhaps an input, or made from a cache's content."""
+        kind = self.below(5)
+        if kind == 0:
+            return block.constant(np.array(self.below(limit)))
+        known = [n for n in block.names if n.kind == "number"]
+        if kind <= 2 and known:
+            return self.pick(known[::-1])
+        total = self.total(block)
+        return block.node(
+            "Mod", [total.value, block.constant(np.array(limit)).value], (), kind="number", hint="n"
+        )
+
+    def total(self, block: Block) -> Name:
+        source = self.cache_name(block, self.pick(list(block.current))).value
+        return block.node("ReduceSum", [source], (), keepdims=0, hint="sum", kind="number")
+
+    def truth(self, block: Block) -> Name:
+        known = [n for n in block.names if n.kind == "truth"]
+        if known and self.chance(2):
+            return self.pick(known[::-1])
+        limit = block.constant(np.array(self.below(60)))
+        op = self.pick(["Greater", "Less"])
+        return block.node(op, [self.number(block).value, limit.value], (), kind="truth", hint="q")
+
+    def rows(self, block: Block) -> Name:
+        """One position, or one row number, for each row."""
+        known = [n for n in block.names if n.shape == (ROWS,) and n.cache is None]
+        if known and self.chance(2):
+            return self.pick(known)
+        return block.constant(np.array([self.below(2) for _ in range(ROWS)]))
+
+    def read(self, block: Block) -> None:
+        self.token(block, new=True)
