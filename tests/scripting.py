@@ -1,9 +1,9 @@
 """Random programs as an author types them, and what Python itself would compute from the text.
 
-The text is compiled by the DSL, which turns ``if``, ``for``, ``while``, ``and``, ``or``, ``not`` and
-comparisons into nodes. The same text is run by Python, with numpy arrays in place of tensors and
-functional operators in place of ``op`` and ``kv``: there every statement means what Python says. The
-two must agree, whatever was staged.
+The text is compiled by the DSL, which turns ``if``, ``for``, ``while``, ``and``, ``or``, ``not``
+and comparisons into nodes. The same text is run by Python, with numpy arrays in place of tensors
+and functional operators in place of ``op`` and ``kv``: there every statement means what Python
+says. The two must agree, whatever was staged.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ class Scribe(Values):
         if kind == 0:
             call = f"push({source}, {self.token_text()}, {self.place()})"
         elif kind == 1:
-            call = f"kv.CacheReorder({source}, op.Constant(value_ints=[{self.below(2)}, {self.below(2)}]))"
+            rows = [self.below(2), self.below(2)]
+            call = f"kv.CacheReorder({source}, op.Constant(value_ints={rows}))"
         elif kind == 2:
             other = self.pick([c for c in CACHES if c != source])
             call = f"kv.Assign({source}, {other} + {self.token_text(1)})"
