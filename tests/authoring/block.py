@@ -25,7 +25,9 @@ class Name:
     value: ir.Value
     shape: tuple[int, ...]
     cache: int | None = None
-    kind: str = "tensor"  # number, truth: INT64, BOOL scalar; stack: its first axis is unknown
+    kind: str = (
+        "tensor"  # or number (INT64 scalar), truth (BOOL scalar), stack (first axis unknown)
+    )
 
 
 class Block:

@@ -1,0 +1,201 @@
+"""The tutorial's decoder against float32 numpy, on the real weights."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import chat
+import generate
+import gguf
+import numpy as np
+import onnxruntime
+import pytest
+import smollm2_reference
+import tokenizer
+import weights
+from config import SMOLLM2_135M
+from decoder import Precision
+from tokenizers import Tokenizer
+
+from onnx_inplace import Session
+
+pytestmark = pytest.mark.model
+
+CAPITAL = "What is the capital of France?"
+SEA = "Tell me about the sea in one sentence."
+
+
+@pytest.fixture(scope="module")
+def reference() -> smollm2_reference.Decoder:
+    return smollm2_reference.Decoder()
+
+
+@pytest.fixture(scope="module")
+def text() -> Tokenizer:
+    return tokenizer.read(weights.gguf_path())
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Precision, str], Session]:
+    """Sessions, each compiled and loaded once."""
+    folder, sessions = tmp_path_factory.mktemp("smollm2"), {}
+
+    def session(precision: Precision, element: str) -> Session:
+        if (precision, element) not in sessions:
+            path = generate.compiled(precision, element, folder)
+            sessions[precision, element] = Session(path)
+        return sessions[precision, element]
+
+    return session
+
+
+def expected_logits(
+    reference: smollm2_reference.Decoder, prompt: list[int], count: int
+) -> tuple[list[int], np.ndarray]:
+    """The ``count`` most likely tokens after a prompt, and the logits of each."""
+    reference.length = 0
+    tokens, logits = [], [reference.feed(prompt)]
+    for _ in range(count):
+        tokens.append(int(logits[-1].argmax()))
+        logits.append(reference.feed([tokens[-1]]))
+    return tokens, np.stack(logits)
+
+
+def teacher_forced(
+    conversation: generate.Conversation, prompt: list[int], tokens: list[int]
+) -> np.ndarray:
+    """Logits after the prompt and after each of the given tokens."""
+    steps = [prompt, *([token] for token in tokens)]
+    return np.stack([conversation.run(step)["logits"][0].copy() for step in steps])
+
+
+def divergence(exact: np.ndarray, approximate: np.ndarray) -> float:
+    """Mean Kullback-Leibler divergence of the next token's distributions, in nats."""
+    exact, approximate = (
+        x
+        - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        - x.max(-1, keepdims=True)
+        for x in (exact.astype(np.float64), approximate.astype(np.float64))
+    )
+    return float((np.exp(exact) * (exact - approximate)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("question", [CAPITAL, SEA])
+def test_exact_mode_says_what_numpy_says(question, reference, text, load) -> None:
+    prompt = text.encode(tokenizer.first_turn(question)).ids
+    expected, logits = expected_logits(reference, prompt, 31)
+    session = load(Precision.EXACT, "float32")
+
+    assert list(generate.Conversation(session, 128).generate(prompt, 31)) == expected
+    forced = teacher_forced(generate.Conversation(session, 128), prompt, expected)
+    np.testing.assert_allclose(forced, logits, atol=2e-3)
+
+
+@pytest.mark.parametrize("element", ["float32", "float16"])
+def test_fast_mode_stays_close(element, reference, text, load) -> None:
+    prompt = text.encode(tokenizer.first_turn(SEA)).ids
+    expected, logits = expected_logits(reference, prompt, 40)
+    conversation = generate.Conversation(load(Precision.FAST, element), 128)
+    assert divergence(logits, teacher_forced(conversation, prompt, expected)) < 0.02
+
+
+def test_a_prompt_may_come_in_pieces(text, load) -> None:
+    prompt = text.encode(tokenizer.first_turn(SEA)).ids
+    session = load(Precision.EXACT, "float32")
+    whole, pieces = (generate.Conversation(session, 64) for _ in range(2))
+    logits = whole.run(prompt)["logits"]
+    for piece in (prompt[:1], prompt[1:20], prompt[20:]):
+        last = pieces.run(piece)["logits"]
+    np.testing.assert_allclose(last, logits, atol=1e-3)
+    for one, other in zip(pieces.caches, whole.caches, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-3)
+
+
+def test_caches_are_the_callers(text, load) -> None:
+    conversation = generate.Conversation(load(Precision.EXACT, "float32"), 64)
+    addresses = [cache.ctypes.data for cache in conversation.caches]
+    for tokens in (text.encode("The sea").ids, [28], [253]):
+        outputs = list(conversation.run(tokens))[1:]
+        assert all(o is c for o, c in zip(outputs, conversation.caches, strict=True))
+    assert [cache.ctypes.data for cache in conversation.caches] == addresses
+    assert all(cache[:, :, : conversation.length].any() for cache in conversation.caches)
+    assert not any(cache[:, :, conversation.length :].any() for cache in conversation.caches)
+
+
+def test_stock_onnxruntime_computes_the_same(text, load, tmp_path) -> None:
+    prompt = text.encode("The sea is").ids
+    conversation = generate.Conversation(load(Precision.EXACT, "float32"), 16)
+    names = [value.name for value in conversation.binding.session.mutable_inputs]
+    given = dict(zip(names, (cache.copy() for cache in conversation.caches), strict=True))
+    path = generate.compiled(Precision.EXACT, "float32", tmp_path)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    stock = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    feeds = {"tokens": np.array([prompt]), "position": np.array(0), **given}
+
+    logits, *caches = stock.run(None, feeds)
+    outputs = conversation.run(prompt)
+    np.testing.assert_allclose(outputs["logits"], logits, atol=1e-3)
+    for ours, theirs in zip(conversation.caches, caches, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+def test_weights_are_those_of_the_file() -> None:
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(weights.gguf_path()).tensors}
+    read = weights.read(SMOLLM2_135M, weights.gguf_path())
+
+    def decoded(name: str) -> np.ndarray:
+        tensor = tensors[f"{name}.weight"]
+        return gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+
+    np.testing.assert_array_equal(read.embedding, decoded("token_embd"))
+    head = (read.head_quants.astype(np.float32) - 128) * read.head_scales[..., np.newaxis]
+    np.testing.assert_array_equal(head.reshape(read.embedding.shape), read.embedding)
+    for layer in (0, 29):
+        matrix = read.layers[layer].query_key_value
+        quants = np.stack([matrix.quants & 15, matrix.quants >> 4], -1).astype(np.float32)
+        zeros = np.stack([matrix.zeros & 15, matrix.zeros >> 4], -1).astype(np.float32)
+        shape = (matrix.outputs, -1, weights.BLOCK)
+        blocks = (quants.reshape(shape) - zeros.reshape(matrix.outputs, -1, 1)) * matrix.scales[
+            ..., None
+        ]
+        blocks += matrix.remainder.T[..., np.newaxis]
+        rows = np.concatenate([decoded(f"blk.{layer}.attn_{name}") for name in "qkv"])
+        np.testing.assert_allclose(blocks.reshape(rows.shape), rows, atol=1e-6)
+
+
+def test_characters_of_several_tokens_arrive_whole(text) -> None:
+    written = "Zoë: 世界 🌊!"
+    pieces = list(tokenizer.stream(text, text.encode(written).ids))
+    assert "".join(pieces) == written
+    assert len(pieces) < len(text.encode(written).ids), "no character of several tokens was tried"
+
+
+def test_chat_answers_with_paris_and_reports(tmp_path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", Path(chat.__file__), "--once", CAPITAL],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "The capital of France is Paris." in done.stdout
+    assert "bytes allocated for caches during decoding: 0" in done.stdout
+    assert re.search(r"\d+ tokens, \d+\.\d tokens/s", done.stdout)
+
+
+def test_a_chat_goes_on_in_the_same_caches(tmp_path) -> None:
+    done = subprocess.run(
+        [sys.executable, Path(chat.__file__), "--max-length", "96", "--limit", "200"],
+        input=f"{CAPITAL}\n{SEA}\n",
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout and "sea" in done.stdout.lower()
+    assert "The caches are full: 96 tokens" in done.stdout or done.stdout.endswith("> \n")

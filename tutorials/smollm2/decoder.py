@@ -1,0 +1,143 @@
+"""A Llama decoder whose caches are updated in place.
+
+The functions up to `decoder` are ordinary Python: they run while the graph is built, and what they
+do with tensors is recorded. `decoder` closes over a config and weights and gives a model, for one
+new token or for many.
+"""
+
+from enum import Enum
+
+import numpy as np
+from config import Config
+from numpy.typing import NDArray
+from weights import BLOCK, Linear4Bit, Weights
+
+from onnx_inplace.compiler import Program
+from onnx_inplace.dsl import (
+    FLOAT,
+    INT64,
+    Alias,
+    Mutable,
+    Tensor,
+    TensorType,
+    domain,
+    kv,
+    model,
+    op,
+    weight,
+)
+
+microsoft = domain("com.microsoft", 1)
+
+
+class Precision(Enum):
+    """How a product with quantized weights is computed. The weights are the same."""
+
+    EXACT = 0  # in float32
+    FAST = 4  # with inputs rounded to 8 bits, a block at a time
+
+
+def linear(x: Tensor, matrix: Linear4Bit, precision: Precision) -> Tensor:
+    """``x @ matrix.T``."""
+    quantized = microsoft.MatMulNBits(
+        x,
+        weight(matrix.quants, f"{matrix.name}.quants"),
+        weight(matrix.scales, f"{matrix.name}.scales"),
+        weight(matrix.zeros, f"{matrix.name}.zeros"),
+        K=matrix.inputs,
+        N=matrix.outputs,
+        bits=4,
+        block_size=BLOCK,
+        accuracy_level=precision.value,
+    )
+    blocks = op.Reshape(x, [1, -1, matrix.inputs // BLOCK, BLOCK])
+    sums = op.ReduceSum(blocks, [3], keepdims=0)
+    return quantized + op.MatMul(sums, weight(matrix.remainder, f"{matrix.name}.remainder"))
+
+
+def head(x: Tensor, weights: Weights, precision: Precision) -> Tensor:
+    """The logits of the next token."""
+    vocabulary, width = weights.embedding.shape
+    if precision is Precision.EXACT:
+        return op.Gemm(x, weight(weights.embedding, "embedding"), transB=1)
+    return microsoft.MatMulNBits(
+        x,
+        weight(weights.head_quants, "head.quants"),
+        weight(weights.head_scales, "head.scales"),
+        K=width,
+        N=vocabulary,
+        bits=8,
+        block_size=BLOCK,
+        accuracy_level=precision.value,
+    )
+
+
+def angles(config: Config) -> dict[str, NDArray[np.float32]]:
+    """Cosines and sines, ``[context, head_size / 2]``: how far a pair is turned at a position."""
+    frequency = config.rope_base ** (-np.arange(0, config.head_size, 2) / config.head_size)
+    angle = np.outer(np.arange(config.context), frequency)
+    return {"cos": np.cos(angle).astype(np.float32), "sin": np.sin(angle).astype(np.float32)}
+
+
+def decoder(
+    config: Config, weights: Weights, precision: Precision, element: type[TensorType]
+) -> Program:
+    """One program for the prompt and for each token after it, with caches of type ``element``."""
+    heads, kv_heads, size = config.heads, config.kv_heads, config.head_size
+    Cache = Mutable[element[1, kv_heads, "max_length", size]]
+
+    def stored(x: Tensor) -> Tensor:
+        return x if element is FLOAT else op.Cast(x, to=element.dtype)
+
+    def norm(x: Tensor, scale: NDArray[np.float32], name: str) -> Tensor:
+        return op.RMSNormalization(x, weight(scale, name), epsilon=config.norm_epsilon)
+
+    @model
+    def smollm2(
+        tokens: INT64[1, "new_length"],
+        keys: tuple[(Cache,) * config.layers],
+        values: tuple[(Cache,) * config.layers],
+        position: INT64[()],
+    ) -> tuple[FLOAT[1, config.vocabulary], Alias["keys"], Alias["values"]]:
+        """Logits after the last of ``tokens``, the first of which stands at ``position``."""
+        end = position + op.Shape(tokens)[1]
+        length = op.Reshape(end, [1])
+        places = op.Reshape(op.Range(position, end, 1), [1, -1])
+        cos, sin = (
+            op.Gather(weight(table, name), places) for name, table in angles(config).items()
+        )
+
+        x = op.Gather(weight(weights.embedding, "embedding"), tokens)
+        updated_keys, updated_values = [], []
+        for number, layer in enumerate(weights.layers):
+            # Attention: what each new token looks up in the tokens before it.
+            h = norm(x, layer.attention_norm, f"attention_norm.{number}")
+            h = linear(h, layer.query_key_value, precision)
+            h = op.Reshape(h, [1, -1, heads + 2 * kv_heads, size])
+            h = op.Transpose(h, perm=[0, 2, 1, 3])
+            turned, value = op.Split(h, [heads + kv_heads, kv_heads], axis=1)
+            turned = op.RotaryEmbedding(turned, cos, sin, interleaved=1)
+            query, key = op.Split(stored(turned), [heads, kv_heads], axis=1)
+
+            cached_keys = kv.CacheUpdate(keys[number], key, position)
+            cached_values = kv.CacheUpdate(values[number], stored(value), position)
+            h = op.Attention(
+                query, cached_keys, cached_values, nonpad_kv_seqlen=length, is_causal=1
+            )
+            updated_keys.append(cached_keys)
+            updated_values.append(cached_values)
+
+            h = op.Transpose(op.Cast(h, to=FLOAT.dtype), perm=[0, 2, 1, 3])
+            h = op.Reshape(h, [1, -1, heads * size])
+            x = x + linear(h, layer.attention_output, precision)
+
+            # Feed-forward: what each token makes of it.
+            h = norm(x, layer.feed_forward_norm, f"feed_forward_norm.{number}")
+            gate, up = op.Split(linear(h, layer.gate_up, precision), axis=2, num_outputs=2)
+            x = x + linear(gate * op.Sigmoid(gate) * up, layer.down, precision)
+
+        last = norm(x[:, -1], weights.norm, "norm")
+        logits = head(last, weights, precision)
+        return logits, updated_keys, updated_values
+
+    return smollm2
