@@ -8,6 +8,7 @@ to, and that it is in range, is the caller's business.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _BYTE = ir.IntType(8).as_pointer()
 
 
-def compiled(signature: str) -> Callable[[F], F]:
+def compiled(signature: str, **options: Any) -> Callable[[F], F]:
     """Compile at definition, for one signature, without the GIL; keep the code on disk.
 
     numba raises when no folder for the compiled code can be written (a read-only installation
@@ -32,14 +33,39 @@ def compiled(signature: str) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         try:
-            kernel: F = numba.njit(signature, nogil=True, cache=True)(function)
+            kernel: F = numba.njit(signature, nogil=True, cache=True, **options)(function)
         except RuntimeError as error:
             if "cannot cache" not in str(error):
                 raise
-            kernel = numba.njit(signature, nogil=True)(function)
+            kernel = numba.njit(signature, nogil=True, **options)(function)
         return kernel
 
     return decorate
+
+
+class OnDemand:
+    """A kernel that takes seconds to compile: compiled, or read from disk, when first wanted."""
+
+    def __init__(
+        self, signature: str, function: Callable[..., Any], options: dict[str, Any]
+    ) -> None:
+        self._compile = compiled(signature, **options)
+        self._function = function
+        self._kernel: Callable[..., Any] | None = None
+        self._lock = threading.Lock()
+        self.__doc__ = function.__doc__
+
+    def ready(self) -> Callable[..., Any]:
+        """The compiled kernel. Wanted at load, so that nothing compiles in the middle of a run."""
+        with self._lock:
+            if self._kernel is None:
+                self._kernel = self._compile(self._function)
+            return self._kernel
+
+
+def on_demand(signature: str, **options: Any) -> Callable[[Callable[..., Any]], OnDemand]:
+    """Like :func:`compiled`, at the first call of ``ready()``."""
+    return lambda function: OnDemand(signature, function, options)
 
 
 def _documented_address(array: np.ndarray[Any, Any]) -> int:

@@ -1,38 +1,24 @@
-"""What a step of a plan becomes at run time: a closure over slots. Types only."""
+"""What a step of a plan becomes at run time: a closure over slots."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-Array = np.ndarray[Any, Any]
+from onnx_inplace.compiler import steps
+
+Array: TypeAlias = npt.NDArray[Any]
+DType: TypeAlias = np.dtype[Any]
+
 Slots = list[Any]
 """The values of a run by number: arrays, or None where an optional value is absent."""
 
 Action = Callable[[Slots], None]
 """Reads its input slots, writes its output slots."""
-
-
-class KernelStep(Protocol):
-    """What a kernel's factory reads of a step; see ``compiler.steps.Kernel``."""
-
-    @property
-    def domain(self) -> str: ...  # noqa: D102
-    @property
-    def op_type(self) -> str: ...  # noqa: D102
-    @property
-    def inputs(self) -> tuple[int | None, ...]: ...  # noqa: D102
-    @property
-    def outputs(self) -> tuple[int | None, ...]: ...  # noqa: D102
-    @property
-    def attributes(self) -> Mapping[str, Any]: ...  # noqa: D102
-    @property
-    def roots(self) -> Mapping[int, str]:
-        """Name of the root by output index, for aliased outputs."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,11 +27,25 @@ class Settings:
 
     Attributes:
         threads: upper bound for one kernel.
-        portable: use no instruction beyond what every CPU has, for comparison and for tests.
+        portable: use the kernels for every CPU also where there are faster ones.
     """
 
     threads: int = 1
     portable: bool = False
 
 
-Factory = Callable[[KernelStep, Settings], Action]
+Factory = Callable[[steps.Kernel, Settings], Action]
+
+
+def reusable(step: steps.Kernel, slot: int) -> bool:
+    """Whether an array that a run finds in an output slot is the runner's, to be written again."""
+    value = step.values.get(slot)
+    return value is not None and value.storage is steps.Storage.BUFFER
+
+
+def result(slots: Slots, slot: int, reuse: bool, shape: tuple[int, ...], dtype: DType) -> Array:
+    """Where a kernel writes a value: the buffer in the slot, or a new array, put into the slot."""
+    array = slots[slot] if reuse else None
+    if array is None or array.shape != shape or array.dtype != dtype:
+        array = slots[slot] = np.empty(shape, dtype)
+    return array  # type: ignore[no-any-return]

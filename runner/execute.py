@@ -1,13 +1,12 @@
 """Runs the steps of a plan on slots. Storage has been checked before."""
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import numpy as np
 import onnxruntime
 
-from onnx_inplace.compiler import errors, planner, positions
+from onnx_inplace.compiler import errors, planner, positions, steps
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner import registry
 from onnx_inplace.runner.actions import Settings
@@ -52,47 +51,16 @@ def violation(root: str, position: np.ndarray, length: int, capacity: int) -> er
     return errors.CapacityError(root, int(rows[row]), length, capacity, row if np.ndim(position) else None)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Kernel:
-    """A write of the first planner, as kernels want it."""
-
-    domain: str
-    op_type: str
-    inputs: tuple[int | None, ...]
-    outputs: tuple[int | None, ...]
-    attributes: dict
-    roots: dict[int, str]
-
-
 def _write(step: planner.Write) -> Action:
     domain = "onnx_inplace" if step.op_type == "CacheUpdate" else ""
     ports = step.cache, step.values, step.position
     return registry.compile_step(
-        _Kernel(domain, step.op_type, ports, (step.output,), {"axis": step.axis}, {0: step.root}), Settings())
+        steps.Kernel(domain, step.op_type, 1, ports, (step.output,), {"axis": step.axis}, (), {0: step.root}, {}, None), Settings())
 
 
 def _read(step: planner.Read) -> Action:
-    """Attention over the valid length (numpy; a kernel takes its place)."""
-    causal, scale = step.attributes.get("is_causal", 0), step.attributes.get("scale")
-
-    def act(slots: list) -> None:
-        q, k, v = (slots[s] for s in step.inputs[:3])
-        lengths = slots[step.inputs[6]]
-        out = np.empty((*q.shape[:3], v.shape[3]), q.dtype)
-        n, group = q.shape[2], q.shape[1] // k.shape[1]
-        factor = scale if scale is not None else q.shape[3] ** -0.5
-        for b, total in enumerate(lengths.tolist()):
-            query = q[b].reshape(k.shape[1], group * n, -1)
-            scores = np.matmul(query, k[b, :, :total].transpose(0, 2, 1)) * factor
-            if causal:
-                rows = np.tile(np.arange(n), group)
-                scores[:, np.arange(total)[None] > rows[:, None] + total - n] = -np.inf
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            weights /= weights.sum(-1, keepdims=True)
-            out[b] = np.matmul(weights, v[b, :, :total]).reshape(q.shape[1], n, -1)
-        slots[step.output] = out
-
-    return act
+    return registry.compile_step(
+        steps.Kernel("", step.op_type, 24, tuple(step.inputs), (step.output,), step.attributes, (), {}, {}, None), Settings())
 
 
 def _forward(step: planner.Forward) -> Action:

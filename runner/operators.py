@@ -11,16 +11,16 @@ import math
 
 import numpy as np
 
-from onnx_inplace.compiler import errors
+from onnx_inplace.compiler import errors, steps
 from onnx_inplace.numba_kernels import dense
 from onnx_inplace.numba_kernels.memory import address
-from onnx_inplace.runner.actions import Action, Array, KernelStep, Settings, Slots
+from onnx_inplace.runner.actions import Action, Array, Settings, Slots
 
 WORKSPACE = 1 << 16  # bytes; rows are reordered in pieces of at most this size
 _MOST_GEOMETRIES = 1024  # a server sees many lengths of prompts: forget, do not grow for ever
 
 
-def cache_update(step: KernelStep, settings: Settings) -> Action:
+def cache_update(step: steps.Kernel, settings: Settings) -> Action:
     """``CacheUpdate(cache, values, position)``: one position, or one for each row of a batch."""
     attributes = step.attributes
     return _update(
@@ -31,14 +31,14 @@ def cache_update(step: KernelStep, settings: Settings) -> Action:
     )
 
 
-def tensor_scatter(step: KernelStep, settings: Settings) -> Action:
+def tensor_scatter(step: steps.Kernel, settings: Settings) -> Action:
     """``TensorScatter(past_cache, update, write_indices)``; without indices it writes from 0 on."""
     return _update(
         step, axis=step.attributes.get("axis", -2), batch_axis=0, circular=_circular(step)
     )
 
 
-def assign(step: KernelStep, settings: Settings) -> Action:
+def assign(step: steps.Kernel, settings: Settings) -> Action:
     """``Assign(state, value)`` overwrites the whole state."""
     state_slot, value_slot, output, root = _ports(step)
 
@@ -57,7 +57,7 @@ def assign(step: KernelStep, settings: Settings) -> Action:
     return act
 
 
-def cache_reorder(step: KernelStep, settings: Settings) -> Action:
+def cache_reorder(step: steps.Kernel, settings: Settings) -> Action:
     """``CacheReorder(cache, indices)``: ``updated[i] = cache[indices[i]]``, in place."""
     cache_slot, indices_slot, output, root = _ports(step)
     batch_axis: int = step.attributes.get("batch_axis", 0)
@@ -94,7 +94,7 @@ def cache_reorder(step: KernelStep, settings: Settings) -> Action:
     return act
 
 
-def copy(step: KernelStep, settings: Settings) -> Action:
+def copy(step: steps.Kernel, settings: Settings) -> Action:
     """``Copy(x)``: new storage."""
     (source,), (output,) = step.inputs, step.outputs
     assert source is not None and output is not None
@@ -105,21 +105,21 @@ def copy(step: KernelStep, settings: Settings) -> Action:
     return act
 
 
-def _ports(step: KernelStep) -> tuple[int, int, int, str]:
+def _ports(step: steps.Kernel) -> tuple[int, int, int, str]:
     first, second = step.inputs[:2]
     output = step.outputs[0]
     assert first is not None and second is not None and output is not None
     return first, second, output, step.roots[0]
 
 
-def _circular(step: KernelStep) -> bool:
+def _circular(step: steps.Kernel) -> bool:
     mode = step.attributes.get("mode", "linear")
     if mode not in ("linear", "circular"):
         raise errors.UnsupportedOperator(step.domain, step.op_type, f'mode="{mode}"')
     return bool(mode == "circular")
 
 
-def _update(step: KernelStep, axis: int, batch_axis: int, circular: bool) -> Action:
+def _update(step: steps.Kernel, axis: int, batch_axis: int, circular: bool) -> Action:
     cache_slot, values_slot, output, root = _ports(step)
     position_slot = step.inputs[2] if len(step.inputs) > 2 else None
     zero = np.zeros((), np.int64)

@@ -6,13 +6,13 @@ import math
 
 import numpy as np
 
-from onnx_inplace.compiler import errors
+from onnx_inplace.compiler import errors, steps
 from onnx_inplace.numba_kernels import dense
 from onnx_inplace.numba_kernels.memory import address
-from onnx_inplace.runner.actions import Action, Array, KernelStep, Settings, Slots
+from onnx_inplace.runner.actions import Action, Array, Settings, Slots
 
 
-def scatter_nd(step: KernelStep, settings: Settings) -> Action:
+def scatter_nd(step: steps.Kernel, settings: Settings) -> Action:
     """``ScatterND(data, indices, updates)``; of two updates of one place the last one stays."""
     data_slot, indices_slot, updates_slot, output, root = _ports(step)
 
@@ -38,7 +38,7 @@ def scatter_nd(step: KernelStep, settings: Settings) -> Action:
     return act
 
 
-def scatter_elements(step: KernelStep, settings: Settings) -> Action:
+def scatter_elements(step: steps.Kernel, settings: Settings) -> Action:
     """``ScatterElements(data, indices, updates)`` along ``axis``."""
     data_slot, indices_slot, updates_slot, output, root = _ports(step)
     given_axis: int = step.attributes.get("axis", 0)
@@ -75,7 +75,7 @@ def scatter_elements(step: KernelStep, settings: Settings) -> Action:
     return act
 
 
-def _ports(step: KernelStep) -> tuple[int, int, int, int, str]:
+def _ports(step: steps.Kernel) -> tuple[int, int, int, int, str]:
     data, indices, updates = step.inputs[:3]
     output = step.outputs[0]
     assert data is not None and indices is not None and updates is not None and output is not None

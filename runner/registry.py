@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 
-from onnx_inplace.compiler import errors
-from onnx_inplace.runner import operators, operators_scatter
-from onnx_inplace.runner.actions import Action, Factory, KernelStep, Settings
+from onnx_inplace.compiler import errors, steps
+from onnx_inplace.runner import operators, operators_attention, operators_gqa, operators_scatter
+from onnx_inplace.runner.actions import Action, Factory, Settings
 
 _lock = threading.Lock()
 _factories: dict[tuple[str, str], Factory] = {
@@ -21,6 +21,8 @@ _factories: dict[tuple[str, str], Factory] = {
     ("", "TensorScatter"): operators.tensor_scatter,
     ("", "ScatterND"): operators_scatter.scatter_nd,
     ("", "ScatterElements"): operators_scatter.scatter_elements,
+    ("", "Attention"): operators_attention.attention,
+    ("com.microsoft", "GroupQueryAttention"): operators_gqa.group_query_attention,
 }
 
 
@@ -45,7 +47,7 @@ def known(domain: str, op_type: str) -> bool:
     return (domain, op_type) in _factories
 
 
-def compile_step(step: KernelStep, settings: Settings) -> Action:
+def compile_step(step: steps.Kernel, settings: Settings) -> Action:
     """The action of a step.
 
     Raises:

@@ -19,6 +19,8 @@ import strategies
 from onnx_inplace import Session
 from onnx_inplace.compiler import errors, program
 
+MARGIN, FENCE = 16, 0x5A5A
+
 
 class Verdict(enum.Enum):
     """What became of a program."""
@@ -104,7 +106,8 @@ def _accepted(example: strategies.Example, compiled: program.Program, stock: boo
         session = Session(compiled)
     except errors.InplaceError as error:
         raise Unsound(f"compiled, but not loaded: {error}") from error
-    storage = {name: array.copy() for name, array in example.storage.items()}
+    fences = {name: _fenced(array) for name, array in example.storage.items()}
+    storage = {name: array for name, (array, _) in fences.items()}
     kept: list[tuple[np.ndarray, np.ndarray]] = []
     with session.bind(**storage) as step:
         for feed in example.feeds:
@@ -121,8 +124,20 @@ def _accepted(example: strategies.Example, compiled: program.Program, stock: boo
             _check(example.declaration, feed, given, storage, before, list(outputs), expected)
             for array, copy in kept:
                 demand(np.array_equal(array, copy), "a run changed a result of the run before")
+                array[...] = 77  # the caller's own: what it does with it changes no later run
             pairs = zip(example.declaration.returns, outputs, strict=True)
-            kept += [(array, array.copy()) for declared, array in pairs if declared is None]
+            kept = [(array, array.copy()) for declared, array in pairs if declared is None]
+            for name, (_, fence) in fences.items():
+                demand(bool((fence == FENCE).all()), f"memory beside {name} was written")
+
+
+def _fenced(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A copy that stands inside of a larger array, and what stands beside it."""
+    whole = np.full(array.size + 2 * MARGIN, FENCE, array.dtype)
+    inner = whole[MARGIN : MARGIN + array.size].reshape(array.shape)
+    inner[...] = array
+    strides = ((MARGIN + array.size) * whole.itemsize, whole.itemsize)
+    return inner, np.lib.stride_tricks.as_strided(whole, (2, MARGIN), strides, writeable=False)
 
 
 def _check(declaration, feed, given, storage, before, outputs, expected) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
+import scripting
 from authoring.author import Author
 from authoring.block import CACHE, CAPACITY, ROWS, TOKEN
 from authoring.choices import Choices, Drawn, Seeded
@@ -78,3 +79,9 @@ def seeded(seed: int) -> Example:
 def programs(draw: Callable) -> Example:
     """Programs for hypothesis."""
     return example(Drawn(draw))
+
+
+@st.composite
+def scripts(draw: Callable) -> scripting.Script:
+    """Texts for hypothesis."""
+    return scripting.script(Drawn(draw))

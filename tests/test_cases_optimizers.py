@@ -108,7 +108,7 @@ def test_our_passes_keep_a_write_that_no_node_reads() -> None:
 
 
 def test_a_weight_that_only_a_branch_uses(tmp_path) -> None:
-    """Case 16. An initializer that is read in one branch survives folding, or its loss is noticed."""
+    """Case 16. An initializer of one branch survives folding, or its loss is noticed."""
 
     @model
     def weighted(cache: Mutable[Cache], new: New, flag: BOOL[()]) -> Alias["cache"]:

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
 
 import hypothesis
+import numpy as np
 import pytest
+import scripting
 import soundness
 import strategies
 from soundness import Verdict
 
-PROGRAMS = 2000
+from onnx_inplace import Session, errors
+
+PROGRAMS, SCRIPTS = 2000, 400
 STOCK = 4  # every fourth program is also run by stock onnxruntime, from the same bytes
+
+
+def examples(count: int) -> Callable:
+    """Settings of a property that always sees the same examples."""
+    return hypothesis.settings(
+        max_examples=count,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
 
 
 @pytest.mark.slow
@@ -20,13 +36,7 @@ def test_in_place_is_the_functional_meaning() -> None:
     verdicts: collections.Counter[Verdict] = collections.Counter()
     needless: collections.Counter[str] = collections.Counter()
 
-    @hypothesis.settings(
-        max_examples=PROGRAMS,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
+    @examples(PROGRAMS)
     @hypothesis.given(strategies.programs())
     def holds(example: strategies.Example) -> None:
         judgement = soundness.judge(example, stock=verdicts.total() % STOCK == 0)
@@ -42,3 +52,35 @@ def test_in_place_is_the_functional_meaning() -> None:
     assert verdicts[Verdict.HOLDS] >= 0.3 * verdicts.total()
     assert refused >= 0.3 * verdicts.total()
     assert verdicts[Verdict.REFUSED] >= 0.5 * refused  # most refusals had a visible reason
+
+
+@pytest.mark.slow
+def test_a_text_means_what_python_says() -> None:
+    """Whatever is staged: the DSL's program and Python's own run of the text agree."""
+    verdicts: collections.Counter[str] = collections.Counter()
+
+    @examples(SCRIPTS)
+    @hypothesis.given(strategies.scripts())
+    def agrees(script: scripting.Script) -> None:
+        try:
+            program = scripting.load(script.source, f"script_{verdicts.total()}.py")["program"]
+        except errors.ContractError as error:
+            assert all(f.location is not None for f in error.findings)
+            assert {f.code for f in error.findings} <= set(errors.RULES) - {"E100"}, str(error)
+            verdicts["refused"] += 1
+            return
+        verdicts["accepted"] += 1
+        storage = {name: array.copy() for name, array in script.storage.items()}
+        with Session(program).bind(**storage) as step:
+            for feed in script.feeds:
+                wanted = scripting.native(script.source, {**feed, **storage})
+                results = list(step.run(**feed))
+                for k, (got, expected) in enumerate(zip(results, wanted, strict=True)):
+                    assert got.dtype == expected.dtype
+                    np.testing.assert_array_equal(got, expected, f"result {k}")
+                assert results[0] is storage["keys"] and results[1] is storage["values"]
+
+    agrees()
+    print(f"{verdicts.total()} texts: {dict(verdicts)}")
+    assert verdicts["accepted"] >= 0.5 * SCRIPTS
+    assert verdicts["refused"] >= 0.1 * SCRIPTS

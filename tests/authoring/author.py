@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from authoring.block import (
@@ -63,13 +64,19 @@ class Author(Flow):
             access.append(Access.READ_ONLY)
         inputs.append(self.input(block, "flag", (), None, ir.DataType.BOOL))
         access.append(Access.READ_ONLY)
+        weights = [self.weight(block)] if self.chance(3) else []
         self.budget = 3 + self.below(6)
         self.statements(block, 2 + self.below(4))
         outputs, returns = self.returns(block)
-        function = self.close("model", block, inputs, outputs)
-        return program.Declaration(
-            function, tuple(access), returns, tuple(f.declaration for f in self.functions), HERE
-        )
+        function = self.close("model", block, inputs, outputs, weights)
+        called = called_functions(function, self.functions)
+        return program.Declaration(function, tuple(access), returns, called, HERE)
+
+    def weight(self, block: Block) -> ir.Value:
+        """An initializer of a cache's shape."""
+        array = np.arange(np.prod(CACHE), dtype=np.int64).reshape(CACHE) % 7
+        value = ir.Value(name="weight", const_value=ir.tensor(array, name="weight"))
+        return block.add(Name(typed(value, CACHE), CACHE)).value
 
     def input(
         self,
@@ -88,6 +95,7 @@ class Author(Flow):
 
     def function(self) -> Callee:
         """A function of one or two caches, lent or only read."""
+        counts, self.counts = self.counts, [0]
         count = self.pick([1, 1, 2])
         lent = [self.pick([True, True, True, False]) for _ in range(count)]
         block = Block(self.fresh, None, [k for k in range(count) if lent[k]])
@@ -102,7 +110,8 @@ class Author(Flow):
         self.budget = 2 + self.below(4)
         self.statements(block, 1 + self.below(3))
         outputs, returns = self.returns(block)
-        function = self.close(self.fresh("f"), block, inputs, [o for o in outputs])
+        function = self.close(f"f{len(self.functions)}", block, inputs, [o for o in outputs])
+        self.counts = counts
         called = called_functions(function, self.functions)
         declaration = program.Declaration(function, tuple(access), returns, called, HERE)
         by_name = {v.name: k for k, v in enumerate(inputs)}
@@ -113,10 +122,21 @@ class Author(Flow):
         return Callee(declaration, parameters, results)
 
     def close(
-        self, name: str, block: Block, inputs: list[ir.Value], outputs: list[ir.Value]
+        self,
+        name: str,
+        block: Block,
+        inputs: list[ir.Value],
+        outputs: list[ir.Value],
+        weights: Sequence[ir.Value] = (),
     ) -> ir.Function:
-        imports = {"": OPSET, DOMAIN: 1, LOCAL: 1}
-        graph = ir.Graph(inputs, outputs, nodes=block.nodes, name=name, opset_imports=imports)
+        graph = ir.Graph(
+            inputs,
+            outputs,
+            nodes=block.nodes,
+            initializers=weights,
+            name=name,
+            opset_imports={"": OPSET, DOMAIN: 1, LOCAL: 1},
+        )
         return ir.Function(LOCAL, name, graph=graph, attributes=[])
 
     def returns(self, block: Block) -> tuple[list[ir.Value], tuple[str | None, ...]]:
@@ -140,9 +160,17 @@ class Author(Flow):
             results.append((self.token(block), None))
         if self.slip():
             results.append((self.any_cache(block), None))
+        if self.chance(6):  # what is only read may be returned: a fresh copy, or the caller's view
+            results.append((self.only_read(block), None))
         if not results:
             results.append((self.token(block), None))
         return self.outputs(block, results)
+
+    def only_read(self, block: Block) -> Name:
+        """A parameter that cannot be written, of a function perhaps a cache of its caller."""
+        lent = set(block.writable)
+        parameters = [n for n in block.names if n.value.producer() is None]
+        return self.pick([n for n in parameters if n.cache not in lent])
 
     def outputs(
         self, block: Block, results: list[tuple[Name, str | None]]
@@ -187,7 +215,7 @@ class Author(Flow):
         node.meta[program.LOCATION] = HERE
         block.nodes.append(node)
         for value, shape, cache in zip(values, shapes, caches, strict=True):
-            name = block.add(Name(value, shape, cache))
+            name = block.add(Name(value, shape, cache, "tensor" if shape else "number"))
             if cache is not None and shape == CACHE and not self.slip():
                 block.current[cache] = name
 

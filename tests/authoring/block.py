@@ -25,9 +25,7 @@ class Name:
     value: ir.Value
     shape: tuple[int, ...]
     cache: int | None = None
-    kind: str = (
-        "tensor"  # or number (INT64 scalar), truth (BOOL scalar), stack (first axis unknown)
-    )
+    kind: str = "tensor"  # number, truth: INT64, BOOL scalar; stack: its first axis is unknown
 
 
 class Block:

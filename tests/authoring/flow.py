@@ -18,7 +18,6 @@ class Flow(Writes):
     def __init__(self, choices) -> None:
         super().__init__(choices)
         self.budget = 0  # statements that may still be written
-        self.depth = 0
 
     def statements(self, block: Block, count: int) -> None:
         for _ in range(count):
@@ -46,11 +45,12 @@ class Flow(Writes):
 
     def branch(self, block: Block) -> None:
         condition = self.truth(block)
-        self.depth += 1
         branches = [self.inside(block, block.writable) for _ in range(2)]
+        ends = []
         for inner in branches:
+            self.counts.append(0)
             self.statements(inner, self.below(3))
-        self.depth -= 1
+            ends.append(self.counts.pop())
         changed = [
             k
             for k in block.current
@@ -61,13 +61,15 @@ class Flow(Writes):
         results: list[list[ir.Value]] = []
         extra = self.chance(2) or not changed
         shapes = [CACHE] * len(changed) + [TOKEN] * extra
-        for inner in branches:
+        for inner, end in zip(branches, ends, strict=True):
+            self.counts.append(end)
             values: list[ir.Value] = []
             for k in changed:
                 values.append(self.own(inner, self.cache_name(inner, k), values))
             if extra:
                 values.append(self.own(inner, self.token(inner), values))
             results.append([typed(v, s) for v, s in zip(values, shapes, strict=True)])
+            self.counts.pop()
         graphs = {
             key: ir.Graph([], values, nodes=inner.nodes, name=self.fresh("branch"))
             for key, inner, values in zip(
@@ -150,7 +152,7 @@ class Flow(Writes):
         count = self.number(block, 4)
         condition = self.truth(block).value if self.chance(3) else None
         state = self.carried(block)
-        self.depth += 1
+        self.counts.append(0)
         inner, formals = self.enter(block, state)
         step = typed(ir.Value(name=self.fresh("step")), ())
         going = typed(ir.Value(name=self.fresh("going")), (), ir.DataType.BOOL)
@@ -166,7 +168,7 @@ class Flow(Writes):
         typed(again_value, (), ir.DataType.BOOL)
         results = [again_value, *self.leave(inner, state)]
         stacked = self.stacked(inner, results)
-        self.depth -= 1
+        self.counts.pop()
         body = ir.Graph(
             [step, going, *formals], results, nodes=inner.nodes, name=self.fresh("body")
         )
@@ -183,7 +185,7 @@ class Flow(Writes):
         """Over the rows of a constant, or of a cache."""
         source = self.whole(block)
         state = self.carried(block)
-        self.depth += 1
+        self.counts.append(0)
         inner, formals = self.enter(block, state)
         row = typed(ir.Value(name=self.fresh("row")), CACHE[1:])
         inner.add(Name(row, CACHE[1:]))
@@ -194,7 +196,7 @@ class Flow(Writes):
             name = self.token(inner, new=True)
             results.append(typed(name.value, TOKEN))
             stacked = [name]
-        self.depth -= 1
+        self.counts.pop()
         body = ir.Graph([*formals, row], results, nodes=inner.nodes, name=self.fresh("body"))
         inputs = [*(n.value for n in state), source.value]
         self.after(block, "Scan", inputs, state, stacked, {"body": body, "num_scan_inputs": 1})

@@ -17,7 +17,8 @@ class Values:
     """Chooses names, and makes tokens, whole arrays, numbers and truths."""
 
     def __init__(self, choices: Choices) -> None:
-        self.choices, self.count = choices, 0
+        self.choices = choices
+        self.counts = [0]  # names given so far, by depth of the block
         self.slips = self.pick([0, 0, 0, 8, 4])  # one wrong choice in how many; 0: none
 
     def below(self, count: int) -> int:
@@ -32,9 +33,15 @@ class Values:
     def slip(self) -> bool:
         return self.slips > 0 and self.chance(self.slips)
 
+    @property
+    def depth(self) -> int:
+        """How many blocks stand around this place."""
+        return len(self.counts) - 1
+
     def fresh(self, hint: str) -> str:
-        self.count += 1
-        return f"{hint}{self.count}"
+        """A name that no outer block has; siblings, and functions, have each other's names."""
+        self.counts[-1] += 1
+        return f"{hint}{self.depth or ''}_{self.counts[-1]}"
 
     def cache_name(self, block: Block, cache: int) -> Name:
         """The current name of a cache; a slip takes any name of any cache."""

@@ -1,0 +1,221 @@
+"""One call of attention: from arrays in slots to a kernel on addresses. Chooses kernel and threads.
+
+Both attention operators end here. What depends on shapes only is worked out once for each tuple of
+shapes; a call then looks it up and hands addresses over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import ml_dtypes
+import numba
+import numpy as np
+
+from onnx_inplace.compiler import errors
+from onnx_inplace.numba_kernels import attention, floats
+from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.runner.actions import Array, Settings
+
+KINDS: dict[np.dtype[Any], int] = {
+    np.dtype(np.float32): floats.FLOAT32,
+    np.dtype(np.float16): floats.FLOAT16,
+    np.dtype(ml_dtypes.bfloat16): floats.BFLOAT16,
+}
+"""Element types that kernels read and write."""
+
+PARALLEL = 1 << 20
+"""Products of elements from which a second thread pays: 1,800 tokens of 9 heads of 64."""
+
+T = TypeVar("T")
+
+_MOST_GEOMETRIES = 1024
+
+_layer_lock = threading.Lock()
+_layer_is_safe = False
+
+
+@contextlib.contextmanager
+def _parallel_region(threads: int) -> Iterator[None]:
+    """Threads of numba, at most ``threads`` of them; one region at a time where the layer needs it.
+
+    The layer "workqueue" aborts the process when two threads enter it.
+    """
+    global _layer_is_safe
+    before = numba.get_num_threads()
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    try:
+        if _layer_is_safe:
+            yield
+            return
+        with _layer_lock:
+            yield
+            _layer_is_safe = numba.threading_layer() in ("omp", "tbb")
+    finally:
+        numba.set_num_threads(before)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Heads:
+    """Arrangement of heads in memory: strides in bytes of one argument."""
+
+    batch: int
+    head: int
+    token: int
+
+    @staticmethod
+    def of(array: Array, heads: int, size: int, first: int = 0) -> Heads:
+        """Strides of (batch, heads, tokens, size), or of (batch, tokens, heads * size) packed."""
+        if array.ndim == 4:
+            return Heads(array.strides[0], array.strides[1], array.strides[2])
+        return Heads(array.strides[0], size * array.itemsize, array.strides[1])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Problem:
+    """Attributes and sizes of a call; see ``numba_kernels.attention.Layout``."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    tokens: int
+    capacity: int
+    head_size: int
+    value_size: int
+    query: Heads
+    key: Heads
+    value: Heads
+    output: Heads
+    kinds: tuple[int, int, int, int]
+    left: int
+    right: int
+    at_end: bool
+    mask: tuple[int, int, int, int, int]
+    scale: float
+    softcap: float
+
+
+class Kernels:
+    """The kernels of a step, compiled when the model is loaded."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.threads = settings.threads
+        self.serial = attention.attend.ready()
+        self.parallel = attention.attend_parallel.ready() if settings.threads > 1 else None
+
+
+class Call:
+    """A prepared call for one tuple of shapes. Immutable: threads share it."""
+
+    def __init__(self, problem: Problem, kernels: Kernels) -> None:
+        p = self.problem = problem
+        layout = attention.Layout(
+            p.batch, p.kv_heads, p.heads // p.kv_heads, p.tokens, p.head_size, p.value_size,
+            *p.kinds, p.left, p.right, int(p.at_end),
+            *dataclasses.astuple(p.query), *dataclasses.astuple(p.key),
+            *dataclasses.astuple(p.value), *dataclasses.astuple(p.output), *p.mask,
+        )  # fmt: skip
+        self._layout = np.array(layout, np.int64)
+        self._layout_address = address(self._layout)
+        self._kernels = kernels
+        self._workspace = attention.workspace_size(p.head_size, p.value_size)
+        self._row_products = p.batch * p.heads * p.tokens * p.head_size
+        self._all = np.full(p.batch, p.capacity, np.int64)
+
+    def __call__(
+        self,
+        query: int,
+        key: int,
+        value: int,
+        output: int,
+        lengths: Array | None,
+        root: str,
+        mask: int = 0,
+        sinks: int = 0,
+    ) -> None:
+        """Read ``lengths`` tokens of each row (all without), write to address ``output``."""
+        p = self.problem
+        if lengths is None:
+            lengths = self._all
+        at = address(lengths)
+        longest = check_lengths(root, lengths, p.batch, p.capacity)
+        kernels = self._kernels
+        arguments = (
+            self._layout_address,
+            query,
+            key,
+            value,
+            output,
+            at,
+            mask,
+            sinks,
+            p.scale,
+            p.softcap,
+        )
+        if kernels.parallel is None or self._row_products * longest < PARALLEL:
+            workspace = np.empty(self._workspace, np.uint8)
+            kernels.serial(*arguments, address(workspace))
+            return
+        workspace = np.empty(self._workspace * kernels.threads, np.uint8)
+        with _parallel_region(kernels.threads):
+            kernels.parallel(*arguments, address(workspace), kernels.threads)
+
+
+class Calls(Generic[T]):
+    """Prepared calls by shape."""
+
+    def __init__(self) -> None:
+        self._calls: dict[Any, T] = {}
+
+    def get(self, key: Any) -> T | None:
+        """The call of some shapes, if it is prepared."""
+        return self._calls.get(key)
+
+    def put(self, key: Any, call: T) -> T:
+        """Keep a call. A server sees many lengths of prompts: forget them, do not grow for ever."""
+        if len(self._calls) >= _MOST_GEOMETRIES:
+            self._calls.clear()
+        self._calls[key] = call
+        return call
+
+
+def check_lengths(root: str, lengths: Array, batch: int, capacity: int) -> int:
+    """The longest of the valid lengths.
+
+    Raises:
+        StorageMismatch: there is not one length for each row.
+        CapacityError: a length is negative or exceeds the capacity: the kernel would read outside.
+    """
+    if lengths.shape != (batch,):
+        raise errors.StorageMismatch(f"{root}: lengths {list(lengths.shape)} for {batch} rows")
+    longest = 0
+    for row, length in enumerate(lengths.tolist()):
+        if not 0 <= length <= capacity:
+            raise errors.CapacityError(root, 0, length, capacity, row)
+        longest = max(longest, length)
+    return longest
+
+
+def mask_values(mask: Array) -> Array:
+    """What kernels take as a mask: bool, or float32 to add."""
+    if mask.dtype == np.bool_:
+        return np.ascontiguousarray(mask)
+    return np.ascontiguousarray(mask, dtype=np.float32)
+
+
+def mask_layout(
+    mask: Array | None, rows: tuple[int, int, int], capacity: int
+) -> tuple[int, int, int, int, int]:
+    """(batch, head and token stride, bytes of an element, keys): 0 strides repeat."""
+    if mask is None:
+        return 0, 0, 0, 0, 0
+    shape = (1,) * (4 - mask.ndim) + mask.shape
+    if any(m not in (1, r) for m, r in zip(shape, rows, strict=False)) or shape[3] > capacity:
+        raise errors.StorageMismatch(f"Attention: a mask {list(mask.shape)} for rows {list(rows)}")
+    strides = (0,) * (4 - mask.ndim) + mask.strides
+    batch, head, token = (0 if m == 1 else s for m, s in zip(shape[:3], strides, strict=False))
+    return batch, head, token, mask.itemsize, shape[3]

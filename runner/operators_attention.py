@@ -1,0 +1,149 @@
+"""Kernel step of ONNX Attention (opset 23 to 25) over bound caches: reads the valid length only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from onnx_inplace.compiler import errors, steps
+from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.runner.actions import Action, Array, Settings, Slots, result, reusable
+from onnx_inplace.runner.attend import (
+    KINDS,
+    Call,
+    Calls,
+    Heads,
+    Kernels,
+    Problem,
+    mask_layout,
+    mask_values,
+)
+
+_SOFTMAX_IN_FLOAT32 = (None, 1, 10, 16)  # float32, float16 and bfloat16 are served by float32
+
+
+def attention(step: steps.Kernel, settings: Settings) -> Action:
+    """``Attention(Q, K, V, attn_mask, , , nonpad_kv_seqlen)``; K and V are whole caches.
+
+    Raises:
+        UnsupportedOperator: it concatenates (``past_key``), wants scores, or computes in double.
+    """
+    inputs = (*step.inputs, *[None] * (7 - len(step.inputs)))
+    attributes = step.attributes
+    _refuse(step, inputs)
+    query_slot, key_slot, value_slot, mask_slot, _, _, length_slot = inputs
+    (output,) = (s for s in step.outputs[:1] if s is not None)
+    assert query_slot is not None and key_slot is not None and value_slot is not None
+    known = step.values.get(key_slot)
+    root = known.root or known.name if known is not None else "K"
+    reuse = reusable(step, output)
+    calls: Calls[Call] = Calls()
+    kernels = Kernels(settings)
+
+    def act(slots: Slots) -> None:
+        query, key, value = slots[query_slot], slots[key_slot], slots[value_slot]
+        mask = None if mask_slot is None else mask_values(slots[mask_slot])
+        lengths = None if length_slot is None else np.ascontiguousarray(slots[length_slot])
+        if not query.flags.c_contiguous:
+            query = np.ascontiguousarray(query)
+        shapes = (
+            query.shape,
+            key.shape,
+            value.shape,
+            None if mask is None else (mask.shape, mask.dtype),
+        )
+        call = calls.get(shapes)
+        if call is None:
+            problem = _problem(attributes, query, key, value, mask, lengths is not None)
+            call = calls.put(shapes, Call(problem, kernels))
+        size = call.problem.value_size
+        shape = (*query.shape[:-1], size if query.ndim == 4 else call.problem.heads * size)
+        target = result(slots, output, reuse, shape, query.dtype)
+        call(
+            address(query),
+            address(key),
+            address(value),
+            address(target),
+            lengths,
+            root,
+            0 if mask is None else address(mask),
+        )
+
+    return act
+
+
+def _refuse(step: steps.Kernel, inputs: tuple[int | None, ...]) -> None:
+    def refuse(reason: str) -> errors.UnsupportedOperator:
+        return errors.UnsupportedOperator(step.domain, step.op_type, reason)
+
+    if inputs[4] is not None or inputs[5] is not None:
+        raise refuse(
+            "past_key and past_value make a longer cache, which is new storage; "
+            "write the cache with TensorScatter and pass nonpad_kv_seqlen"
+        )
+    if any(slot is not None for slot in step.outputs[1:]):
+        raise refuse("present_key, present_value and qk_matmul_output are not computed")
+    precision = step.attributes.get("softmax_precision")
+    if precision not in _SOFTMAX_IN_FLOAT32:
+        raise refuse(f"softmax_precision={precision}: softmax is computed in float32")
+    for name, slot in zip(("Q", "K", "V"), inputs, strict=False):
+        value = step.values.get(slot) if slot is not None else None
+        if value is not None and value.dtype is not None and value.dtype.numpy() not in KINDS:
+            raise refuse(f"{name} of type {value.dtype.name}")
+    for name in ("left_window_size", "right_window_size"):
+        if step.attributes.get(name, -1) < -1:
+            raise refuse(f"{name}={step.attributes[name]}")
+
+
+def _problem(
+    attributes: Any, query: Array, key: Array, value: Array, mask: Array | None, has_lengths: bool
+) -> Problem:
+    if query.ndim == 4:
+        batch, heads, tokens, head_size = query.shape
+        kv_heads, capacity, value_size = key.shape[1], key.shape[2], value.shape[3]
+        expected = (batch, kv_heads, capacity, head_size), (batch, kv_heads, capacity, value_size)
+    else:
+        heads, kv_heads = attributes["q_num_heads"], attributes["kv_num_heads"]
+        batch, tokens, capacity = query.shape[0], query.shape[1], key.shape[1]
+        head_size, value_size = query.shape[2] // heads, value.shape[2] // kv_heads
+        expected = (
+            (batch, capacity, kv_heads * head_size),
+            (batch, capacity, kv_heads * value_size),
+        )
+    if (key.shape, value.shape) != expected or heads % kv_heads:
+        raise errors.StorageMismatch(
+            f"Attention: Q {list(query.shape)}, K {list(key.shape)}, V {list(value.shape)}"
+        )
+    if not (key.flags.c_contiguous and value.flags.c_contiguous):
+        raise errors.StorageMismatch("Attention: K and V are C-contiguous")
+    query_at = Heads.of(query, heads, head_size)
+    output = (
+        Heads(heads * tokens * value_size, tokens * value_size, value_size)
+        if query.ndim == 4
+        else Heads(tokens * heads * value_size, value_size, heads * value_size)
+    )
+    item = query.itemsize
+    causal = bool(attributes.get("is_causal", 0))
+    right = attributes.get("right_window_size", -1)
+    scale = attributes.get("scale")
+    return Problem(
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        tokens=tokens,
+        capacity=capacity,
+        head_size=head_size,
+        value_size=value_size,
+        query=query_at,
+        key=Heads.of(key, kv_heads, head_size),
+        value=Heads.of(value, kv_heads, value_size),
+        output=Heads(output.batch * item, output.head * item, output.token * item),
+        kinds=(KINDS[query.dtype], KINDS[key.dtype], KINDS[value.dtype], KINDS[query.dtype]),
+        left=attributes.get("left_window_size", -1),
+        right=0 if causal else right,
+        at_end=has_lengths,
+        mask=mask_layout(mask, (batch, heads, tokens), capacity),
+        scale=float(scale) if scale is not None else head_size**-0.5,
+        softcap=float(attributes.get("softcap", 0.0)),
+    )

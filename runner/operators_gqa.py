@@ -1,0 +1,315 @@
+"""Kernel step of com.microsoft GroupQueryAttention whose past and present are one bound cache.
+
+New keys and values are written behind the valid tokens, then the queries read the valid tokens.
+Everything that can be wrong is checked before the first of the writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from onnx_inplace.compiler import errors, steps
+from onnx_inplace.numba_kernels import rows
+from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.runner.actions import Action, Array, Settings, Slots, result, reusable
+from onnx_inplace.runner.attend import (
+    KINDS,
+    Call,
+    Calls,
+    Heads,
+    Kernels,
+    Problem,
+    mask_layout,
+    mask_values,
+)
+
+_INPUTS = (
+    "query",
+    "key",
+    "value",
+    "past_key",
+    "past_value",
+    "seqlens_k",
+    "total_sequence_length",
+    "cos_cache",
+    "sin_cache",
+    "position_ids",
+    "attention_bias",
+    "head_sink",
+    "k_scale",
+    "v_scale",
+    "q_norm_weight",
+    "k_norm_weight",
+    "query_seqlens",
+)
+_REFUSED_INPUTS = ("k_scale", "v_scale", "q_norm_weight", "k_norm_weight", "query_seqlens")
+_REFUSED_ATTRIBUTES = {
+    "kv_cache_bit_width": 0,
+    "k_quant_type": "NONE",
+    "v_quant_type": "NONE",
+    "qk_output": 0,
+    "sliding_window_cache": 0,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Ready:
+    """What depends on shapes only."""
+
+    call: Call
+    head_size: int
+    places: tuple[Array, Array, Array]  # RowsLayout of queries, keys and values
+    key_offset: int  # bytes from the beginning of a packed query
+    value_offset: int
+    rotated_query: tuple[int, ...] | None  # shape of workspace for rotated queries
+    workspace: int
+
+
+def group_query_attention(step: steps.Kernel, settings: Settings) -> Action:
+    """``GroupQueryAttention``: writes new keys and values into the caches, attends over them.
+
+    Raises:
+        UnsupportedOperator: for what no kernel does, by the name of the input or attribute.
+    """
+    slot = dict(zip(_INPUTS, step.inputs, strict=False))
+    slot = {name: slot.get(name) for name in _INPUTS}
+    _refuse(step, slot)
+    attributes = step.attributes
+    output, key_output, value_output = (*step.outputs, None, None)[:3]
+    assert output is not None
+    root = step.roots.get(1, "past_key")
+    rotary = bool(attributes.get("do_rotary", 0))
+    smooth = bool(attributes.get("smooth_softmax", 0))
+    heads: int = attributes["num_heads"]
+    reuse = reusable(step, output)
+    calls: Calls[_Ready] = Calls()
+    place, kernels = rows.place.ready(), Kernels(settings)
+
+    def value_of(slots: Slots, name: str) -> Any:
+        place = slot[name]
+        return None if place is None else slots[place]
+
+    def act(slots: Slots) -> None:
+        query, key, value = (_contiguous(value_of(slots, n)) for n in ("query", "key", "value"))
+        past_key, past_value = value_of(slots, "past_key"), value_of(slots, "past_value")
+        bias = value_of(slots, "attention_bias")
+        mask = None if bias is None else mask_values(bias)
+        total = int(value_of(slots, "total_sequence_length").reshape(()))
+        lengths = value_of(slots, "seqlens_k").reshape(-1).astype(np.int64) + 1
+        cosines, sines = (
+            (_contiguous(value_of(slots, n)) for n in ("cos_cache", "sin_cache"))
+            if rotary
+            else (None, None)
+        )
+        prompt = query.shape[1] == total
+        shapes = (
+            query.shape,
+            None if key is None else key.shape,
+            past_key.shape,
+            prompt,
+            None if mask is None else mask.shape,
+            None if cosines is None else cosines.shape,
+        )
+        ready = calls.get(shapes)
+        if ready is None:
+            ready = _prepare(
+                step, kernels, query, key, value, past_key, past_value, mask, cosines, prompt
+            )
+            calls.put(shapes, ready)
+        batch, tokens = query.shape[:2]
+        capacity = past_key.shape[2]
+        starts = np.zeros(batch, np.int64) if prompt else lengths - tokens
+        _check(root, starts, tokens, lengths, capacity)
+        positions = None
+        if cosines is not None:
+            given = value_of(slots, "position_ids")
+            positions = (
+                starts[:, None] + np.arange(tokens)
+                if given is None
+                else np.ascontiguousarray(given, dtype=np.int64)
+            )
+            _check_positions(positions, (batch, tokens), cosines.shape[0])
+        sinks = _sinks(value_of(slots, "head_sink"), smooth, heads)
+        shape = (batch, tokens, heads * ready.head_size)
+        target = result(slots, output, reuse, shape, query.dtype)
+
+        # from here on nothing can fail
+        space = np.empty(ready.workspace, np.uint8)
+        angles = (
+            0 if positions is None else address(positions),
+            0 if cosines is None else address(cosines),
+            0 if sines is None else address(sines),
+            address(space),
+        )
+        queries, keys, values = ready.places
+        at = address(query)
+        key_source = at + ready.key_offset if key is None else address(key)
+        value_source = at + ready.value_offset if value is None else address(value)
+        place(address(keys), key_source, address(past_key), address(starts), *angles)
+        place(address(values), value_source, address(past_value), address(starts), *angles)
+        rotated = None
+        if ready.rotated_query is not None:
+            rotated = np.empty(ready.rotated_query, np.float32)
+            place(address(queries), at, address(rotated), 0, *angles)
+            at = address(rotated)
+        ready.call(
+            at,
+            address(past_key),
+            address(past_value),
+            address(target),
+            lengths,
+            root,
+            0 if mask is None else address(mask),
+            0 if sinks is None else address(sinks),
+        )
+        if key_output is not None:
+            slots[key_output] = past_key
+        if value_output is not None:
+            slots[value_output] = past_value
+
+    return act
+
+
+def _contiguous(array: Array | None) -> Array | None:
+    return array if array is None or array.flags.c_contiguous else np.ascontiguousarray(array)
+
+
+def _refuse(step: steps.Kernel, slot: dict[str, int | None]) -> None:
+    def refuse(reason: str) -> errors.UnsupportedOperator:
+        return errors.UnsupportedOperator(step.domain, step.op_type, reason)
+
+    for name in _REFUSED_INPUTS:
+        if slot[name] is not None:
+            raise refuse(f"input {name}")
+    for name, default in _REFUSED_ATTRIBUTES.items():
+        if step.attributes.get(name, default) != default:
+            raise refuse(f"{name}={step.attributes[name]}")
+    if slot["past_key"] is None or slot["past_value"] is None:
+        raise refuse("no past_key and past_value to write to")
+    if len(step.outputs) > 3 and step.outputs[3] is not None:
+        raise refuse("output_qk is not computed")
+    for name in ("query", "past_key", "past_value"):
+        value = step.values.get(slot[name])  # type: ignore[arg-type]
+        if value is not None and value.dtype is not None and value.dtype.numpy() not in KINDS:
+            raise refuse(f"{name} of type {value.dtype.name}")
+    if step.attributes.get("do_rotary", 0) and (
+        slot["cos_cache"] is None or slot["sin_cache"] is None
+    ):
+        raise refuse("do_rotary without cos_cache and sin_cache")
+
+
+def _check(root: str, starts: Array, tokens: int, lengths: Array, capacity: int) -> None:
+    if starts.shape != lengths.shape:
+        raise errors.StorageMismatch(
+            f"{root}: seqlens_k {list(lengths.shape)} for {starts.size} rows"
+        )
+    for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        if not 0 <= start <= capacity - tokens:
+            raise errors.CapacityError(root, start, tokens, capacity, row)
+        if not 0 <= length <= capacity:
+            raise errors.CapacityError(root, 0, length, capacity, row)
+
+
+def _check_positions(positions: Array, shape: tuple[int, int], limit: int) -> None:
+    if positions.shape != shape:
+        raise errors.StorageMismatch(
+            f"position_ids {list(positions.shape)}, expected {list(shape)}"
+        )
+    low, high = int(positions.min(initial=0)), int(positions.max(initial=0))
+    if low < 0 or high >= limit:
+        raise errors.CapacityError("cos_cache", low if low < 0 else high, 1, limit)
+
+
+def _sinks(given: Array | None, smooth: bool, heads: int) -> Array | None:
+    if given is not None:
+        return np.ascontiguousarray(given, dtype=np.float32)
+    return np.zeros(heads, np.float32) if smooth else None
+
+
+def _prepare(
+    step: steps.Kernel,
+    kernels: Kernels,
+    query: Array,
+    key: Array | None,
+    value: Array | None,
+    past_key: Array,
+    past_value: Array,
+    mask: Array | None,
+    cosines: Array | None,
+    prompt: bool,
+) -> _Ready:
+    attributes = step.attributes
+    heads, kv_heads = attributes["num_heads"], attributes["kv_num_heads"]
+    batch, tokens, width = query.shape
+    head_size = width // (heads + 2 * kv_heads if key is None else heads)
+    new = (batch, tokens, kv_heads * head_size)
+    cache = (batch, kv_heads, past_key.shape[2], head_size)
+    given = [] if key is None or value is None else [key.shape, value.shape]
+    if past_key.shape != cache or past_value.shape != cache or any(s != new for s in given):
+        raise errors.StorageMismatch(
+            f"GroupQueryAttention: query {list(query.shape)}, new {given}, "
+            f"caches {list(past_key.shape)}"
+        )
+    item, rotated = query.itemsize, 0 if cosines is None else 2 * cosines.shape[1]
+    if rotated > head_size:
+        raise errors.StorageMismatch(f"cos_cache of {rotated // 2} angles for heads of {head_size}")
+    packed = Heads(tokens * width * item, head_size * item, width * item)
+    single = Heads(tokens * new[2] * item, head_size * item, new[2] * item)
+    query_at, query_kind = packed, KINDS[query.dtype]
+    if rotated:  # rotated queries stay in float32
+        query_at = Heads(tokens * heads * head_size * 4, head_size * 4, heads * head_size * 4)
+        query_kind = 0
+    cache_at = Heads.of(past_key, kv_heads, head_size)
+
+    def layout(count: int, source: Heads, kind: int, target: Heads, rotated: int) -> Array:
+        angle = cosines if cosines is not None else query
+        return np.array(
+            rows.RowsLayout(
+                batch, count, tokens, head_size, KINDS[query.dtype], kind, KINDS[angle.dtype],
+                rotated, int(attributes.get("rotary_interleaved", 0)), head_size * item,
+                *dataclasses.astuple(source), *dataclasses.astuple(target), angle.strides[0],
+            ),
+            np.int64,
+        )  # fmt: skip
+
+    source = packed if key is None else single
+    scale = attributes.get("scale", 0.0)
+    window = attributes.get("local_window_size", -1)
+    out = heads * head_size * item
+    problem = Problem(
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        tokens=tokens,
+        capacity=past_key.shape[2],
+        head_size=head_size,
+        value_size=head_size,
+        query=query_at,
+        key=cache_at,
+        value=cache_at,
+        output=Heads(tokens * out, head_size * item, out),
+        kinds=(query_kind, KINDS[past_key.dtype], KINDS[past_value.dtype], KINDS[query.dtype]),
+        left=window - 1 if window > 0 else -1,  # the window counts the query itself
+        right=0 if attributes.get("causal", 1) else -1,
+        at_end=not prompt,
+        mask=mask_layout(mask, (batch, heads, tokens), past_key.shape[2]),
+        scale=scale or head_size**-0.5,
+        softcap=attributes.get("softcap", 0.0),
+    )
+    kind = KINDS[past_key.dtype]
+    return _Ready(
+        call=Call(problem, kernels),
+        head_size=head_size,
+        places=(
+            layout(heads, packed, 0, query_at, rotated),
+            layout(kv_heads, source, kind, cache_at, rotated),
+            layout(kv_heads, source, kind, cache_at, 0),
+        ),
+        key_offset=heads * head_size * item,
+        value_offset=(heads + kv_heads) * head_size * item,
+        rotated_query=(batch, tokens, heads, head_size) if rotated else None,
+        workspace=(head_size + rotated) * 4,
+    )
