@@ -2,5 +2,6 @@
 
 from onnx_inplace.compiler.loader import Loaded, load
 from onnx_inplace.compiler.program import CheckedFunction, Declaration, Program, build
+from onnx_inplace.compiler.recovery import restore
 
-__all__ = ["CheckedFunction", "Declaration", "Loaded", "Program", "build", "load"]
+__all__ = ["CheckedFunction", "Declaration", "Loaded", "Program", "build", "load", "restore"]

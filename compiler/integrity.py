@@ -16,7 +16,7 @@ import onnx
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from onnx_inplace.compiler import facts, schema
+from onnx_inplace.compiler import facts, schema, schema_fields
 from onnx_inplace.compiler.errors import Finding, Location
 
 # Messages that have data and no field of ours: they are not entered.
@@ -62,7 +62,7 @@ def unknown_fields(model: Any) -> list[Finding]:
     for path, number in _unknown(model, "model"):
         what = (
             "an unknown value or field"
-            if number < schema.FIRST
+            if number < schema_fields.FIRST
             else "a value or field that is not known here"
         )
         findings.append(
@@ -76,7 +76,7 @@ def unknown_fields(model: Any) -> list[Finding]:
 def _unknown(message: Message, path: str) -> Iterator[tuple[str, int]]:
     name = message.DESCRIPTOR.name
     for field in UnknownFieldSet(message):
-        if name in _OURS or schema.FIRST <= field.field_number <= schema.LAST:
+        if name in _OURS or schema_fields.FIRST <= field.field_number <= schema_fields.LAST:
             yield path, field.field_number
     if name in _OPAQUE:
         return
@@ -260,6 +260,45 @@ class _Contradictions:
             for index in sorted({i for i in used if used.count(i) > 1}):
                 self.find(f"{what} has more than one output_alias of {side} {index}.", node)
         return len(self.findings) == count
+
+
+# -- places
+
+
+def misplaced(model: Any) -> list[Finding]:
+    """Declarations where none may stand, or about values that none may be about."""
+    findings: list[Finding] = []
+    graph = model.graph
+    weights = {tensor.name for tensor in graph.initializer}
+    mutable = {v.name for v in graph.input if v.access == schema.READ_WRITE}
+    inputs = {v.name for v in graph.input}
+    for name in sorted(mutable & weights):
+        message = (
+            f"graph input `{name}` is READ_WRITE and has an initializer: nobody lends its storage."
+        )
+        findings.append(Finding("E106", message))
+    for place, fact in facts.stored(model).items():
+        allowed = place.where is facts.Where.INPUT and not place.scope
+        if place.where is facts.Where.VALUE and place.scope.count("/") == 0:
+            allowed = any(
+                facts.function_scope(f) == place.scope and place.name in f.input
+                for f in model.functions
+            )
+        if isinstance(fact, facts.ValueFact) and fact.access == schema.READ_WRITE and not allowed:
+            message = f"{place} is READ_WRITE, and no parameter of a graph or function."
+            findings.append(Finding("E106", message))
+    for value in graph.output:
+        if value.alias_of and value.alias_of not in inputs:
+            message = (
+                f"graph output `{value.name}` has alias_of `{value.alias_of}`, no graph input."
+            )
+            findings.append(Finding("E113", message))
+        elif value.alias_of and value.alias_of not in mutable:
+            message = (
+                f"graph output `{value.name}` has alias_of `{value.alias_of}`, a READ_ONLY input."
+            )
+            findings.append(Finding("E117", message))
+    return findings
 
 
 def _inside(scope: str) -> str:

@@ -19,7 +19,7 @@ from onnx_ir.passes import common
 from onnx_inplace.compiler import (
     alias,
     contract,
-    errors,
+    derivation,
     facts,
     files,
     integrity,
@@ -28,11 +28,8 @@ from onnx_inplace.compiler import (
 )
 from onnx_inplace.compiler.contract import Access
 from onnx_inplace.compiler.errors import ContractError, Finding, ModelFileError
-from onnx_inplace.compiler.facts import Analysed, Where
-from onnx_inplace.compiler.program import Program, ports
-
-# Metadata of ir nodes that we have no rule for: their contract, as "output:input,..."
-PORTS = "onnx_inplace.output_alias"
+from onnx_inplace.compiler.facts import Where
+from onnx_inplace.compiler.program import Program
 
 
 @dataclasses.dataclass
@@ -71,8 +68,8 @@ def load(source: Source) -> Loaded:
         source: a path, the bytes of a file, or a program; what is loaded already is given back.
 
     Raises:
-        errors.ContractError: the model breaks a rule (any code), or its contract was lost or
-        changed (E113). errors.ModelFileError: this is no model, or its weights are missing.
+        errors.ContractError: the model breaks a rule, or its contract was lost or changed (E113).
+        errors.ModelFileError: this is no model, or its weights are missing.
     """
     if isinstance(source, Loaded):
         return source
@@ -98,9 +95,7 @@ def _check_structure(proto: Any, path: str) -> None:
     bare = type(proto)()
     bare.CopyFrom(proto)
     for tensor in bare.graph.initializer:
-        if (
-            tensor.data_location == onnx.TensorProto.EXTERNAL
-        ):  # large: stands elsewhere, has been checked
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:  # has been checked
             tensor.ClearField("data_location")
             tensor.ClearField("external_data")
             tensor.ClearField("dims")
@@ -130,14 +125,17 @@ def verify_file(program: Program) -> Verified:
     _refuse(integrity.unknown_fields(proto))
     _refuse(integrity.contradictions(proto))
     _refuse(_lost_declarations(proto))
+    _refuse(integrity.misplaced(proto))
     _refuse(_unmarked_nodes(proto))
-    derivation = Derivation(proto, program.weights)
-    _refuse(derivation.findings)
-    _refuse(list(_differences(proto, derivation.facts())))
-    _refuse(_changed_bodies(derivation.model))
-    graph = derivation.graph
-    returns = tuple(declared_returns(proto).get(str(v.name)) for v in graph.block.outputs)
-    return Verified(derivation.model, graph.access, returns)
+    derived = derivation.Derivation(proto, program.weights)
+    _refuse(derived.findings)
+    _refuse(list(_differences(proto, derived.facts())))
+    _refuse(_changed_bodies(derived.model))
+    graph = derived.graph
+    returns = tuple(
+        derivation.declared_returns(proto).get(str(v.name)) for v in graph.block.outputs
+    )
+    return Verified(derived.model, graph.access, returns)
 
 
 def _refuse(findings: list[Finding]) -> None:
@@ -145,27 +143,7 @@ def _refuse(findings: list[Finding]) -> None:
         raise ContractError(findings)
 
 
-# -- declarations
-
-
-def is_body(domain: str, name: str) -> bool:
-    """Whether a function is the functional body of an operator that has an alias rule."""
-    return domain == contract.DOMAIN or (domain, name) in contract.RULES
-
-
-def own_functions(proto: Any) -> Iterator[Any]:
-    """FunctionProtos that an author declared."""
-    return (f for f in proto.functions if not is_body(f.domain, f.name))
-
-
-def declared(proto: Any) -> facts.Declarations:
-    """What the typed fields declare."""
-    return facts.declarations(proto, map(facts.function_scope, own_functions(proto)))
-
-
-def declared_returns(proto: Any) -> Mapping[str, str]:
-    """Root of every graph output that has one."""
-    return declared(proto).outputs
+# -- comparison
 
 
 def read_contract(proto: Any) -> facts.Declarations | None:
@@ -191,7 +169,7 @@ def _lost_declarations(proto: Any) -> list[Finding]:
         return [Finding("E113", f"The JSON contract in metadata_props cannot be read: {error}.")]
     if promised is None:
         return []
-    found = declared(proto)
+    found = derivation.declared(proto)
     return [
         *_compare("graph input", promised.inputs, found.inputs, "access {}"),
         *_compare("graph output", promised.outputs, found.outputs, "alias_of `{}`"),
@@ -214,7 +192,7 @@ def _compare(
 def _unmarked_nodes(proto: Any) -> list[Finding]:
     """Nodes that always write, without a fact."""
     findings = []
-    for scope, node in all_nodes(proto):
+    for scope, node in derivation.all_nodes(proto):
         rule = contract.RULES.get((node.domain, node.op_type))
         if rule is not None and not rule.functional and not node.output_alias:
             name = facts.Place(scope, Where.NODE, facts.label(node.output))
@@ -223,148 +201,11 @@ def _unmarked_nodes(proto: Any) -> list[Finding]:
     return findings
 
 
-def all_nodes(proto: Any) -> Iterator[tuple[str, Any]]:
-    """NodeProtos of the graph and of functions that an author declared, with their scope."""
-
-    def walk(nodes: Any, scope: str) -> Iterator[tuple[str, Any]]:
-        for node in nodes:
-            yield scope, node
-            for attribute in node.attribute:
-                if attribute.type == onnx.AttributeProto.GRAPH:
-                    inner = facts.body_scope(scope, facts.label(node.output), attribute.name)
-                    yield from walk(attribute.g.node, inner)
-
-    yield from walk(proto.graph.node, "")
-    for function in own_functions(proto):
-        yield from walk(function.node, facts.function_scope(function))
-
-
-# -- derivation
-
-
-class Derivation:
-    """All facts again, from operator rules and declarations.
-
-    Attributes:
-        model: the file as onnx-ir.
-        graph: the analysed graph.
-        functions: the analysed functions.
-        findings: rules that graph and functions break.
-    """
-
-    def __init__(self, proto: Any, large: weights.Weights):
-        self.findings: list[Finding] = []
-        try:
-            self.model = ir.serde.deserialize_model(
-                onnx.ModelProto.FromString(proto.SerializeToString())
-            )
-        except (ir.serde.SerdeError, ValueError, KeyError, TypeError) as error:
-            raise ModelFileError("model", f"onnx-ir cannot read it: {error}") from None
-        weights.attach(self.model.graph, large)
-        _mark_foreign(proto, self.model)
-        declarations = declared(proto)
-        self._protos = {facts.function_scope(f): f for f in own_functions(proto)}
-        self._declarations = declarations
-        self._done: dict[str, Analysed | None] = {}
-        for function in self.model.functions.values():
-            self._function(function)
-        returns = [declarations.outputs.get(str(v.name)) for v in self.model.graph.outputs]
-        access = [Access[declarations.inputs[str(v.name)]] for v in self.model.graph.inputs]
-        self.graph = self._analyse(self.model.graph, access, returns)
-        self.functions = [f for f in self._done.values() if f is not None]
-
-    def facts(self) -> facts.Facts:
-        """What the file must say."""
-        return facts.of_model(self.graph, self.functions)
-
-    def _function(self, function: ir.Function) -> Analysed | None:
-        """A function's summary is needed at its calls: callees come first."""
-        scope = facts.function_scope(function)
-        if scope in self._done or scope not in self._protos:
-            return self._done.get(scope)
-        self._done[scope] = None  # a function that calls itself gets no summary
-        proto, declaration = self._protos[scope], self._declarations.functions[scope]
-        infos = {info.name: info for info in proto.value_info}
-        for value in function.inputs:
-            if value.name in infos and infos[value.name].HasField("type"):
-                info = onnx.ValueInfoProto.FromString(infos[value.name].SerializeToString())
-                ir.serde.deserialize_value_info_proto(info, value)
-        roots = {
-            k: str(function.inputs[i].name)
-            for k, i in declaration.alias.items()
-            if i < len(function.inputs)
-        }
-        returns = [roots.get(k) for k in range(len(function.outputs))]
-        self._done[scope] = self._analyse(
-            function, [Access[a] for a in declaration.access], returns
-        )
-        return self._done[scope]
-
-    def _analyse(
-        self, block: ir.Graph | ir.Function, access: list[Access], returns: list[str | None]
-    ) -> Analysed:
-        inputs = {v.name: v for v in block.inputs}
-        mutable = [v for v, a in zip(block.inputs, access, strict=True) if a is Access.READ_WRITE]
-        roots = [None if name is None else inputs.get(name) for name in returns]
-        aliases = alias.analyze(block, mutable, roots, self._callee, _locate)
-        self.findings += aliases.findings
-        return Analysed(block, aliases, tuple(access))
-
-    def _callee(self, node: ir.Node) -> Mapping[int, int] | None:
-        function = self.model.functions.get(node.op_identifier())
-        if function is not None and not is_body(node.domain, node.op_type):
-            analysed = self._function(function)
-            return None if analysed is None else ports(analysed.aliases.result)
-        return foreign_ports(node)
-
-
-def _mark_foreign(proto: Any, model: ir.Model) -> None:
-    """Keep the contract of nodes that we have no rule for where the passes on onnx-ir keep it."""
-
-    def walk(protos: Any, nodes: Any) -> None:
-        for stored, node in zip(protos, nodes, strict=True):
-            if stored.output_alias and is_foreign(node, model):
-                text = ",".join(f"{a.output_index}:{a.input_index}" for a in stored.output_alias)
-                node.metadata_props[PORTS] = text
-            for attribute in stored.attribute:
-                if attribute.type == onnx.AttributeProto.GRAPH:
-                    walk(attribute.g.node, node.attributes[attribute.name].as_graph())
-
-    walk(proto.graph.node, model.graph)
-    for function in own_functions(proto):
-        walk(function.node, model.functions[function.domain, function.name, function.overload])
-
-
-def is_foreign(node: ir.Node, model: ir.Model) -> bool:
-    """Whether the file alone says what a node aliases."""
-    return (
-        node.domain not in ("", "ai.onnx", contract.DOMAIN)
-        and (node.domain, node.op_type) not in contract.RULES
-        and node.op_identifier() not in model.functions
-    )
-
-
-def foreign_ports(node: ir.Node) -> dict[int, int] | None:
-    """{output: input} of a node whose contract is its own ``output_alias``."""
-    text = node.metadata_props.get(PORTS)
-    if text is None:
-        return None
-    pairs = (pair.split(":") for pair in text.split(","))
-    return {int(output): int(source) for output, source in pairs}
-
-
-def _locate(node: ir.Node | None) -> errors.Location | None:
-    return None if node is None else integrity.source(node)
-
-
-# -- comparison
-
-
 def _differences(proto: Any, derived: facts.Facts) -> Iterator[Finding]:
     stored = facts.stored(proto)
     sources = {
         facts.Place(scope, Where.NODE, facts.label(node.output)): integrity.source(node)
-        for scope, node in all_nodes(proto)
+        for scope, node in derivation.all_nodes(proto)
     }
     for place in sorted({*stored, *derived}, key=lambda p: (p.scope, p.where.value, p.name)):
         stands, follows = stored.get(place), derived.get(place)
@@ -403,7 +244,7 @@ def _changed_bodies(model: ir.Model) -> list[Finding]:
 def _ir_nodes(model: ir.Model) -> Iterator[ir.Node]:
     yield from ir.traversal.RecursiveGraphIterator(model.graph)
     for function in model.functions.values():
-        if not is_body(function.domain, function.name):
+        if not derivation.is_body(function.domain, function.name):
             yield from ir.traversal.RecursiveGraphIterator(function)
 
 
@@ -439,7 +280,7 @@ def _canonical(function: ir.Function) -> object:
 def _flatten(verified: Verified, program: Program) -> Loaded:
     model = verified.model
     names = [str(v.name) for v in model.graph.inputs]
-    common.InlinePass(lambda f: not is_body(f.domain, f.name))(model)
+    common.InlinePass(lambda f: not derivation.is_body(f.domain, f.name))(model)
     model = _infer(model, program.weights)
     inputs = dict(zip(names, model.graph.inputs, strict=True))
     mutable = [
@@ -448,7 +289,9 @@ def _flatten(verified: Verified, program: Program) -> Loaded:
         if a is Access.READ_WRITE
     ]
     returns = [None if name is None else inputs[name] for name in verified.returns]
-    aliases = alias.analyze(model.graph, mutable, returns, foreign_ports, _locate)
+    aliases = alias.analyze(
+        model.graph, mutable, returns, derivation.foreign_ports, derivation.locate
+    )
     _refuse(aliases.findings)
     return Loaded(model, aliases, mutable, program)
 

@@ -223,7 +223,7 @@ def _pieces(tensor: ir.TensorProtocol) -> Iterator[memoryview]:
         and array.dtype.byteorder in "=|<"
         and sys.byteorder == "little"
     ):
-        data = memoryview(array.reshape(-1).view(np.uint8)).cast("B")
+        data = array.reshape(-1).view(np.uint8).data
     else:
         data = memoryview(tensor.tobytes())
     for start in range(0, len(data), PIECE):
