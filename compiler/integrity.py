@@ -8,7 +8,6 @@ relation: where both stand they must lead to one root (E101). Whether the relati
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -93,17 +92,16 @@ def _unknown(message: Message, path: str) -> Iterator[tuple[str, int]]:
 # -- contradictions
 
 
-@dataclasses.dataclass
 class _Scope:
     """Names of a graph or function; names of outer scopes are seen from inside."""
 
-    outer: _Scope | None
-    by_port: dict[str, str] = dataclasses.field(default_factory=dict)
-    by_name: dict[str, str] = dataclasses.field(default_factory=dict)
-    known: set[str] = dataclasses.field(default_factory=set)
-    outputs: set[str] = dataclasses.field(
-        default_factory=set
-    )  # but for inputs that are returned as they are
+    def __init__(self, outer: _Scope | None, inputs: Iterable[str], outputs: Iterable[str]) -> None:
+        self.outer = outer
+        self.known = set(inputs)
+        self.parameters = set(inputs) if outer is None else set()  # inputs of a body are aliases
+        self.results = set(outputs) - self.known  # an input may be returned as it is
+        self.by_port: dict[str, str] = {}
+        self.by_name: dict[str, str] = {}
 
     def home(self, name: str) -> _Scope | None:
         """The scope that defines ``name``."""
@@ -134,9 +132,8 @@ class _Contradictions:
         self.findings.append(Finding("E101", message, None if node is None else source(node)))
 
     def graph(self, graph: Any, outer: _Scope | None, name: str) -> None:
-        inputs = {v.name for v in graph.input}
-        known = inputs | {v.name for v in graph.initializer}
-        scope = _Scope(outer, known=known, outputs={v.name for v in graph.output} - inputs)
+        scope = _Scope(outer, [v.name for v in graph.input], [v.name for v in graph.output])
+        scope.known.update(tensor.name for tensor in graph.initializer)
         infos = [*graph.value_info, *graph.output]
         if outer is not None:  # a body's own input aliases a value outside
             infos += graph.input
@@ -147,20 +144,11 @@ class _Contradictions:
         self.block(graph.node, infos, scope, name)
 
     def function(self, function: Any) -> None:
-        scope = _Scope(
-            None, known=set(function.input), outputs=set(function.output) - set(function.input)
-        )
-        name = facts.function_scope(function)
-        self.ports(function, list(function.input), list(function.output), f"function {name}", None)
-        # results by port lead to the same parameter as results by name
-        for alias in function.output_alias:
-            if 0 <= alias.output_index < len(function.output) and 0 <= alias.input_index < len(
-                function.input
-            ):
-                result, parameter = (
-                    function.output[alias.output_index],
-                    function.input[alias.input_index],
-                )
+        scope, name = _Scope(None, function.input, function.output), facts.function_scope(function)
+        inputs, outputs = list(function.input), list(function.output)
+        if self.ports(function, inputs, outputs, f"function {name}", None):
+            for alias in function.output_alias:
+                result, parameter = outputs[alias.output_index], inputs[alias.input_index]
                 if result != parameter:
                     scope.by_port[result] = parameter
         self.block(function.node, function.value_info, scope, name)
@@ -173,7 +161,7 @@ class _Contradictions:
             if not info.alias_of:
                 continue
             home = scope.home(info.alias_of)
-            if home is not None and info.alias_of in home.outputs:
+            if home is not None and info.alias_of in home.results:
                 self.find(
                     f"`{info.name}`{_inside(name)} has alias_of `{info.alias_of}`, an output."
                 )
@@ -206,12 +194,10 @@ class _Contradictions:
         except _Cycle:
             return  # has been found
         if by_name is not None and by_port is not None and by_port != by_name:
-            self.find(
-                f"`{value}` is `{by_port[1]}` by its port, and `{by_name[1]}` by its name.", node
-            )
+            self.find(f"`{value}` is `{by_port}` by its port, and `{by_name}` by its name.", node)
 
-    def root(self, scope: _Scope, name: str) -> tuple[int, str] | None:
-        """Scope and name that facts lead to; None: they name a value that does not exist."""
+    def root(self, scope: _Scope, name: str) -> str | None:
+        """The parameter that facts lead to; None: they end elsewhere, so some were lost."""
         seen = set()
         home = scope.home(name)
         while home is not None:
@@ -220,7 +206,7 @@ class _Contradictions:
             seen.add((id(home), name))
             following = home.by_port.get(name) or home.by_name.get(name)
             if following is None:
-                return id(home), name
+                return name if name in home.parameters else None
             name, home = following, home.home(following)
         return None
 

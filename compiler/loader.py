@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -122,8 +122,8 @@ def verify_file(program: Program) -> Verified:
         errors.ContractError: all findings of the first group that has any.
     """
     proto = program.proto
-    _refuse(integrity.unknown_fields(proto))
     _refuse(integrity.contradictions(proto))
+    _refuse(integrity.unknown_fields(proto))
     _refuse(_lost_declarations(proto))
     _refuse(integrity.misplaced(proto))
     _refuse(_unmarked_nodes(proto))
@@ -170,23 +170,39 @@ def _lost_declarations(proto: Any) -> list[Finding]:
     if promised is None:
         return []
     found = derivation.declared(proto)
-    return [
-        *_compare("graph input", promised.inputs, found.inputs, "access {}"),
-        *_compare("graph output", promised.outputs, found.outputs, "alias_of `{}`"),
-        *_compare("function", promised.functions, found.functions, "{}"),
+    findings = [
+        *_compare("graph input", promised.inputs, found.inputs),
+        *_compare("graph output", promised.outputs, found.outputs),
     ]
+    names = {facts.function_scope(f): (f.input, f.output) for f in derivation.own_functions(proto)}
+    for scope in sorted({*promised.functions, *names}):
+        if scope not in names or scope not in promised.functions:
+            who = "the file" if scope in promised.functions else "the contract"
+            findings.append(Finding("E113", f"function {scope} is missing in {who}."))
+            continue
+        inputs, outputs = names[scope]
+        sides = []
+        for declaration in (promised.functions[scope], found.functions[scope]):
+            access = {_at(inputs, k): a for k, a in enumerate(declaration.access)}
+            roots = {_at(outputs, o): _at(inputs, i) for o, i in declaration.alias.items()}
+            sides.append((access, roots))
+        (said_access, said_roots), (access, roots) = sides
+        findings += _compare(f"function {scope}, parameter", said_access, access)
+        findings += _compare(f"function {scope}, result", said_roots, roots)
+    return findings
 
 
-def _compare(
-    what: str, promised: Mapping[str, Any], found: Mapping[str, Any], form: str
-) -> Iterator[Finding]:
+def _at(names: Sequence[str], index: int) -> str:
+    return names[index] if index < len(names) else f"number {index}"
+
+
+def _compare(what: str, promised: Mapping[str, str], found: Mapping[str, str]) -> Iterator[Finding]:
     for name in sorted({*promised, *found}):
         said, stands = promised.get(name), found.get(name)
         if said != stands:
-            texts = ["nothing" if x is None else form.format(x) for x in (said, stands)]
-            yield Finding(
-                "E113", f"{what} `{name}`: the contract says {texts[0]}, the file {texts[1]}."
-            )
+            texts = ["nothing" if x is None else f"`{x}`" for x in (said, stands)]
+            message = f"{what} `{name}`: the contract says {texts[0]}, the file {texts[1]}."
+            yield Finding("E113", message)
 
 
 def _unmarked_nodes(proto: Any) -> list[Finding]:

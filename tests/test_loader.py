@@ -1,0 +1,462 @@
+"""A file is believed when everything in it follows from its declarations, and refused otherwise."""
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import file_programs
+import onnx
+import pytest
+import strategies
+
+from onnx_inplace import compiler
+from onnx_inplace.compiler import contract, errors, facts, program, schema
+from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, kv, model
+
+STATEFUL = pytest.mark.parametrize("name", file_programs.STATEFUL)
+
+
+def annotated(name: str) -> Any:
+    """A fresh message of a program."""
+    return copy.deepcopy(file_programs.ALL[name].proto)
+
+
+def codes(proto: Any) -> set[str]:
+    """Codes that loading reports; the messages name what they are about."""
+    with pytest.raises(errors.ContractError) as caught:
+        compiler.load(proto.SerializeToString())
+    assert all(f.message for f in caught.value.findings)
+    return {f.code for f in caught.value.findings}
+
+
+def messages(proto: Any) -> str:
+    with pytest.raises(errors.ContractError) as caught:
+        compiler.load(proto.SerializeToString())
+    return "\n".join(f.message for f in caught.value.findings)
+
+
+# -- what is believed
+
+
+@pytest.mark.parametrize("name", file_programs.ALL)
+def test_what_was_emitted_is_loaded(name: str) -> None:
+    built = file_programs.ALL[name]
+    loaded = compiler.load(built.serialized)
+    assert loaded.program.proto == built.proto
+    assert [v.name for v in loaded.mutable] == [
+        v.name for v in built.proto.graph.input if v.access == schema.READ_WRITE
+    ]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_accepted_program_is_loaded(seed: int) -> None:
+    try:
+        built = program.build(strategies.seeded(seed).declaration)
+    except errors.ContractError:
+        return  # refused by the rules: nothing was emitted
+    assert compiler.load(built.serialized).program.proto == built.proto
+
+
+@STATEFUL
+def test_facts_of_another_producer_need_no_json(name: str) -> None:
+    proto = annotated(name)
+    del proto.metadata_props[:]
+    assert compiler.load(proto.SerializeToString()).mutable
+
+
+def test_sources_are_read(tmp_path: Path) -> None:
+    built = file_programs.plain
+    for name in ("m.onnx", "m.textproto", "m.json"):
+        built.save(tmp_path / name)
+        loaded = compiler.load(tmp_path / name)
+        assert loaded.program.proto == built.proto
+        assert compiler.load(str(tmp_path / name)).program.proto == built.proto
+    assert compiler.load(built).program is built
+    assert compiler.load(loaded) is loaded
+
+
+# -- what is refused: one fact changed
+
+
+def carriers(proto: Any) -> Iterator[Any]:
+    """Messages that hold a fact, in a fixed order."""
+
+    def graph(g: Any) -> Iterator[Any]:
+        yield from values((*g.input, *g.output, *g.value_info))
+        yield from nodes(g.node)
+
+    def values(infos: Any) -> Iterator[Any]:
+        yield from (v for v in infos if v.access or v.alias_of)
+
+    def nodes(ns: Any) -> Iterator[Any]:
+        for node in ns:
+            if node.output_alias:
+                yield node
+            for attribute in node.attribute:
+                if attribute.HasField("g"):
+                    yield from graph(attribute.g)
+
+    yield from graph(proto.graph)
+    for f in proto.functions:
+        if f.domain != contract.DOMAIN:
+            if f.output_alias:
+                yield f
+            yield from values(f.value_info)
+            yield from nodes(f.node)
+
+
+def drop(m: Any) -> None:
+    for field in ("access", "alias_of", "output_alias"):
+        if field in m.DESCRIPTOR.fields_by_name:
+            m.ClearField(field)
+
+
+def port(side: str, change: int) -> Callable[[Any], None]:
+    def mutate(m: Any) -> None:
+        setattr(m.output_alias[0], side, getattr(m.output_alias[0], side) + change)
+
+    return mutate
+
+
+def kind(m: Any) -> None:
+    m.output_alias[0].kind = schema.UNDEFINED
+
+
+def unknown_kind(m: Any) -> None:
+    m.output_alias[0].ClearField("kind")
+    m.output_alias[0].MergeFromString(b"\x18\x07")  # field 3, value 7
+
+
+def repeat(m: Any) -> None:
+    m.output_alias.add().CopyFrom(m.output_alias[0])
+
+
+def nowhere(m: Any) -> None:
+    m.alias_of = "no_such_value"
+
+
+def itself(m: Any) -> None:
+    m.alias_of = m.name
+
+
+def ordinary(m: Any) -> None:
+    m.alias_of = "new"
+
+
+MUTATIONS: dict[str, tuple[str, Callable[[Any], None], set[str]]] = {
+    "drop": ("", drop, {"E113"}),
+    "input out of range": ("output_alias", port("input_index", 99), {"E101"}),
+    "negative input": ("output_alias", port("input_index", -99), {"E101"}),
+    "output out of range": ("output_alias", port("output_index", 99), {"E101"}),
+    "another input": ("output_alias", port("input_index", 1), {"E101", "E113"}),
+    "kind": ("output_alias", kind, {"E101"}),
+    "unknown kind": ("output_alias", unknown_kind, {"E101"}),
+    "twice": ("output_alias", repeat, {"E101"}),
+    "unknown name": ("alias_of", nowhere, {"E113"}),
+    "cycle": ("alias_of", itself, {"E101"}),
+    "name of an ordinary value": ("alias_of", ordinary, {"E101", "E113"}),
+}
+
+
+@STATEFUL
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_changed_fact_is_refused(name: str, mutation: str) -> None:
+    field, mutate, expected = MUTATIONS[mutation]
+    original = annotated(name)
+    count = 0
+    for k, carrier in enumerate(carriers(original)):
+        names = carrier.DESCRIPTOR.fields_by_name
+        if field and (field not in names or not getattr(carrier, field)):
+            continue
+        changed = copy.deepcopy(original)
+        mutate(list(carriers(changed))[k])
+        assert codes(changed) <= expected, (name, mutation, str(carrier))
+        count += 1
+    assert count or name in ("plain", "standard")
+
+
+@STATEFUL
+def test_a_lost_fact_is_named(name: str) -> None:
+    original = annotated(name)
+    for k, carrier in enumerate(carriers(original)):
+        changed = copy.deepcopy(original)
+        drop(list(carriers(changed))[k])
+        wanted = carrier.output[0] if hasattr(carrier, "output") else carrier.name
+        assert wanted in messages(changed) or carrier.name in messages(changed)
+
+
+@STATEFUL
+def test_inputs_swapped_under_the_facts(name: str) -> None:
+    original = annotated(name)
+    count = 0
+    for k, carrier in enumerate(carriers(original)):
+        if not hasattr(carrier, "op_type") or carrier.op_type in ("Identity", "Loop"):
+            continue
+        changed = copy.deepcopy(original)
+        node = list(carriers(changed))[k]
+        node.input[0], node.input[1] = node.input[1], node.input[0]
+        with pytest.raises(errors.InplaceError):
+            compiler.load(changed.SerializeToString())
+        count += 1
+    assert count
+
+
+# -- what is refused: the declarations
+
+
+@STATEFUL
+def test_json_without_typed_fields(name: str) -> None:
+    proto = onnx.ModelProto.FromString(annotated(name).SerializeToString())
+    stripped = onnx.ModelProto()
+    stripped.CopyFrom(proto)
+    stripped.DiscardUnknownFields()
+    assert codes(stripped) == {"E113"}
+
+
+@STATEFUL
+def test_every_change_of_the_json_is_refused(name: str) -> None:
+    original = annotated(name)
+    text = original.metadata_props[0].value
+    assert original.metadata_props[0].key == facts.CONTRACT
+    changes = [
+        text.replace("READ_WRITE", "READ_ONLY", 1),
+        text.replace("READ_ONLY", "READ_WRITE", 1),
+        text.replace('"version":1', '"version":2'),
+        text.replace('"outputs":{', '"outputs":{"extra":"cache",'),
+        text.replace('"inputs":{', '"inputs":{"extra":"READ_ONLY",'),
+        text.replace('"functions":{', '"functions":{"local:f:":{"access":[],"alias":{}},').replace(
+            "},}", "}}"
+        ),
+        text.replace(",", ", ", 1),
+        text.replace("READ_WRITE", "READ_MAYBE", 1),
+        text[:-1],
+        "[]",
+        "",
+    ]
+    for changed in changes:
+        assert changed != text
+        proto = copy.deepcopy(original)
+        proto.metadata_props[0].value = changed
+        assert codes(proto) == {"E113"}, changed
+    original.metadata_props.add(key=facts.CONTRACT, value=text)
+    with pytest.raises(errors.InplaceError):
+        compiler.load(original.SerializeToString())
+
+
+def test_roots_of_functions_in_the_json() -> None:
+    proto = annotated("calls")
+    text = proto.metadata_props[0].value
+    proto.metadata_props[0].value = text.replace('"0":1,"1":0', '"0":0,"1":1')
+    assert proto.metadata_props[0].value != text
+    assert "local:twice:" in messages(proto)
+
+
+@pytest.mark.parametrize("place", ["output", "value_info"])
+def test_read_write_where_it_may_not_stand(place: str) -> None:
+    proto = annotated("chain")
+    getattr(proto.graph, place)[0].access = schema.READ_WRITE
+    assert codes(proto) == {"E106"}
+
+
+def test_read_write_with_an_initializer() -> None:
+    proto = annotated("plain")
+    tensor = onnx.helper.make_tensor("cache", onnx.TensorProto.FLOAT, [1, 1, 4], [0.0] * 4)
+    proto.graph.initializer.add().ParseFromString(tensor.SerializeToString())
+    assert codes(proto) == {"E106"}
+
+
+def test_alias_of_a_read_only_input() -> None:
+    proto = annotated("stateless")
+    proto.graph.output[0].alias_of = "x"
+    del proto.metadata_props[:]
+    assert codes(proto) == {"E117"}
+
+
+def test_alias_of_names_an_output() -> None:
+    proto = annotated("chain")
+    next(v for v in proto.graph.value_info if v.name == "view").alias_of = "second"
+    assert codes(proto) == {"E101"}
+
+
+def test_access_dropped_everywhere() -> None:
+    proto = annotated("plain")
+    del proto.metadata_props[:]
+    proto.graph.input[0].ClearField("access")
+    proto.graph.output[0].ClearField("alias_of")
+    assert codes(proto) == {"E106"}  # a node that writes, and nothing that may be written
+
+
+# -- unknown fields
+
+
+@pytest.mark.parametrize(
+    ("path", "data"),
+    [
+        (lambda p: p.graph.input[1], b"\xd0\x41\x07"),  # access = 7 reads as READ_ONLY
+        (lambda p: p.graph.node[0].output_alias[0], b"\x20\x01"),  # field 4 of our message
+        (lambda p: p.graph.node[0], b"\xe0\x41\x01"),  # number 1052 of NodeProto
+        (lambda p: p, b"\xe0\x41\x01"),
+        (lambda p: p.graph.input[0].type, b"\xe0\x41\x01"),
+        (
+            lambda p: next(n for n in p.graph.node if n.op_type == "If").attribute[0],
+            b"\xe0\x41\x01",
+        ),
+        (lambda p: p.quantizations.add(name="q"), b"\x78\x01"),
+    ],
+)
+def test_what_this_version_does_not_know_is_refused(path: Callable, data: bytes) -> None:
+    proto = annotated("branches")
+    path(proto).MergeFromString(data)
+    assert "E113" in codes(proto)
+    assert "known" in messages(proto)
+
+
+def test_unknown_fields_of_others_do_not_matter() -> None:
+    proto = annotated("plain")
+    proto.graph.node[0].MergeFromString(b"\xc0\x3e\x01")  # number 1000
+    assert compiler.load(proto.SerializeToString()).mutable
+
+
+# -- operators without a rule of ours
+
+
+def foreign(*, alias: bool) -> Any:
+    """A model around an operator that nobody here has a rule for."""
+    text = """
+        <ir_version: 10, opset_import: ["" : 24, "their.domain" : 1]>
+        m (float[4] state, float[4] x) => (float[4] updated) {
+            updated = their.domain.Accumulate (x, state)
+        }"""
+    proto = schema.ModelProto.FromString(onnx.parser.parse_model(text).SerializeToString())
+    proto.graph.input[0].access = schema.READ_WRITE
+    proto.graph.output[0].alias_of = "state"
+    if alias:
+        proto.graph.node[0].output_alias.add(output_index=0, input_index=1, kind=schema.MUST_ALIAS)
+    return proto
+
+
+def test_the_file_is_the_contract_of_a_foreign_operator() -> None:
+    loaded = compiler.load(foreign(alias=True).SerializeToString())
+    (node,) = loaded.model.graph
+    assert loaded.aliases.root[node.outputs[0]].name == "state"
+
+
+def test_a_foreign_operator_without_contract_makes_new_storage() -> None:
+    assert codes(foreign(alias=False)) == {"E110"}
+
+
+def test_a_standard_operator_cannot_be_declared_to_alias() -> None:
+    proto = annotated("stateless")
+    proto.graph.input[0].access = schema.READ_WRITE
+    proto.graph.output[0].alias_of = "x"
+    proto.graph.node[0].output_alias.add(output_index=0, input_index=0, kind=schema.MUST_ALIAS)
+    del proto.metadata_props[:]
+    assert codes(proto) == {"E110"}  # Relu makes new storage, whatever the file says
+
+
+# -- bodies
+
+
+def body_of(proto: Any) -> Any:
+    return next(f for f in proto.functions if f.domain == contract.DOMAIN)
+
+
+def test_another_body_is_another_contract() -> None:
+    proto = annotated("plain")
+    body = body_of(proto)
+    scatter = next(n for n in body.node if n.op_type == "TensorScatter")
+    next(a for a in scatter.attribute if a.name == "axis").i = 1
+    assert codes(proto) == {"E113"}
+
+
+def test_names_in_a_body_do_not_matter() -> None:
+    proto = annotated("plain")
+    body = body_of(proto)
+    for names in (body.output, *(x for n in body.node for x in (n.input, n.output))):
+        for k, name in enumerate(names):
+            if name not in body.input:
+                names[k] = f"{name}_renamed"
+    assert compiler.load(proto.SerializeToString()).mutable
+
+
+# -- files that are no models
+
+
+@pytest.mark.parametrize("data", [b"", b"\x08", b"not a model", b"\xff" * 64, bytes(64)])
+def test_other_bytes(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "m.onnx").write_bytes(data)
+    with pytest.raises(errors.ModelFileError) as caught:
+        compiler.load(tmp_path / "m.onnx")
+    assert caught.value.path == str(tmp_path / "m.onnx")
+    with pytest.raises(errors.ModelFileError):
+        compiler.load(data)
+
+
+@pytest.mark.parametrize("name", ["m.textproto", "m.json", "absent.onnx"])
+def test_other_texts(name: str, tmp_path: Path) -> None:
+    if not name.startswith("absent"):
+        (tmp_path / name).write_bytes(b"\xffno model")
+    with pytest.raises(errors.ModelFileError):
+        compiler.load(tmp_path / name)
+
+
+def test_truncated_at_every_length() -> None:
+    data = annotated("plain").SerializeToString()
+    for length in range(0, len(data), 7):
+        with pytest.raises(errors.InplaceError):
+            compiler.load(data[:length])
+
+
+def unsorted(proto: Any) -> None:
+    nodes = [copy.deepcopy(n) for n in proto.graph.node]
+    del proto.graph.node[:]
+    proto.graph.node.extend(reversed(nodes))
+
+
+def undefined(proto: Any) -> None:
+    proto.graph.node[0].input[1] = "no_such_value"
+
+
+def duplicate(proto: Any) -> None:
+    proto.graph.node.add().CopyFrom(proto.graph.node[0])
+
+
+def no_producer(proto: Any) -> None:
+    proto.graph.output[0].name = "no_such_value"
+
+
+@pytest.mark.parametrize("breaks", [unsorted, undefined, duplicate, no_producer])
+def test_invalid_graphs(breaks: Callable[[Any], None]) -> None:
+    proto = annotated("chain")
+    breaks(proto)
+    with pytest.raises(errors.InplaceError):
+        compiler.load(proto.SerializeToString())
+
+
+def test_a_function_that_calls_itself() -> None:
+    proto = annotated("calls")
+    f = next(f for f in proto.functions if f.name == "append")
+    f.node.add().CopyFrom(proto.graph.node[0])
+    with pytest.raises(errors.InplaceError):
+        compiler.load(proto.SerializeToString())
+
+
+# -- places
+
+
+def test_findings_name_the_line_of_the_author() -> None:
+    @model
+    def located(
+        cache: Mutable[FLOAT[2, "m", 4]], new: FLOAT[2, "n", 4], position: INT64[()]
+    ) -> Alias["cache"]:
+        return kv.CacheUpdate(cache, new, position)
+
+    proto = copy.deepcopy(located.proto)
+    proto.graph.node[0].ClearField("output_alias")
+    with pytest.raises(errors.ContractError) as caught:
+        compiler.load(proto.SerializeToString())
+    (finding,) = caught.value.findings
+    assert finding.location is not None and finding.location.file == "test_loader.py"
+    line = Path(__file__).read_text().splitlines()[finding.location.line - 1]
+    assert "kv.CacheUpdate(cache, new, position)" in line
