@@ -18,7 +18,6 @@ from authoring.block import (
     TOKEN,
     Block,
     Name,
-    dtype_of,
     shape_of,
     typed,
 )
@@ -46,6 +45,7 @@ class Author(Flow):
     def program(self) -> program.Declaration:
         for _ in range(self.pick([0, 0, 1, 1, 2, 3])):
             self.functions.append(self.function())
+        self.symbol = self.pick([None, None, "capacity"])
         caches = self.pick([1, 1, 2, 2, 3])
         block = Block(self.fresh, None, range(caches))
         inputs, access = [], []
@@ -86,9 +86,9 @@ class Author(Flow):
         cache: int | None,
         dtype: ir.DataType = ir.DataType.INT64,
     ) -> ir.Value:
-        value = typed(ir.Value(name=name), shape, dtype)
         kind = "tensor" if shape else "number" if dtype == ir.DataType.INT64 else "truth"
-        added = block.add(Name(value, shape, cache, kind))
+        added = block.add(Name(ir.Value(name=name), shape, cache, kind))
+        value = self.declared(added.value, added)
         if cache is not None:
             block.current[cache] = added
         return value
@@ -96,6 +96,7 @@ class Author(Flow):
     def function(self) -> Callee:
         """A function of one or two caches, lent or only read."""
         counts, self.counts = self.counts, [0]
+        self.symbol = self.pick([None, "room"])
         count = self.pick([1, 1, 2])
         lent = [self.pick([True, True, True, False]) for _ in range(count)]
         block = Block(self.fresh, None, [k for k in range(count) if lent[k]])
@@ -180,7 +181,7 @@ class Author(Flow):
             if value in values[:k]:
                 values[k] = block.node("Identity", [value], results[k][0].shape, hint="same").value
         for value, (name, _) in zip(values, results, strict=True):
-            typed(value, name.shape, dtype_of(name))
+            self.declared(value, name)
         return values, tuple(declared for _, declared in results)
 
     def call(self, block: Block) -> None:

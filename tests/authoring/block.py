@@ -82,7 +82,7 @@ def typed(
 
 def shape_of(value: ir.Value) -> tuple[int, ...]:
     assert value.shape is not None
-    return tuple(int(d) for d in value.shape)
+    return tuple(d if isinstance(d, int) else CAPACITY for d in value.shape)
 
 
 def dtype_of(name: Name) -> ir.DataType:

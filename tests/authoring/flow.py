@@ -61,6 +61,7 @@ class Flow(Writes):
         results: list[list[ir.Value]] = []
         extra = self.chance(2) or not changed
         shapes = [CACHE] * len(changed) + [TOKEN] * extra
+        caches = [*changed, *[None] * extra]
         for inner, end in zip(branches, ends, strict=True):
             self.counts.append(end)
             values: list[ir.Value] = []
@@ -68,7 +69,8 @@ class Flow(Writes):
                 values.append(self.own(inner, self.cache_name(inner, k), values))
             if extra:
                 values.append(self.own(inner, self.token(inner), values))
-            results.append([typed(v, s) for v, s in zip(values, shapes, strict=True)])
+            kinds = [Name(v, s, k) for v, s, k in zip(values, shapes, caches, strict=True)]
+            results.append([self.declared(name.value, name) for name in kinds])
             self.counts.pop()
         graphs = {
             key: ir.Graph([], values, nodes=inner.nodes, name=self.fresh("branch"))
@@ -76,9 +78,7 @@ class Flow(Writes):
                 ("then_branch", "else_branch"), branches, results, strict=True
             )
         }
-        made = self.control(
-            block, "If", [condition.value], shapes, [*changed, *[None] * extra], graphs
-        )
+        made = self.control(block, "If", [condition.value], shapes, caches, graphs)
         for k, name in zip(changed, made, strict=False):
             block.current[k] = name
 
@@ -116,7 +116,7 @@ class Flow(Writes):
         inner = self.inside(block, [n.cache for n in state if n.cache in block.writable])
         formals = []
         for name in state:
-            formal = typed(ir.Value(name=self.fresh("carried")), name.shape)
+            formal = self.declared(ir.Value(name=self.fresh("carried")), name)
             added = inner.add(dataclasses.replace(name, value=formal))
             if name.cache is not None:
                 inner.current[name.cache] = added
@@ -135,7 +135,7 @@ class Flow(Writes):
                 after = self.whole(inner)
             else:
                 after = self.number(inner)
-            results.append(typed(self.own(inner, after, results), name.shape))
+            results.append(self.declared(self.own(inner, after, results), name))
         return results
 
     def stacked(self, inner: Block, results: list[ir.Value]) -> list[Name]:

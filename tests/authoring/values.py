@@ -6,8 +6,20 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
+import onnx_ir as ir
 
-from authoring.block import CACHE, CAPACITY, DOMAIN, ROWS, TOKEN, Block, Name
+from authoring.block import (
+    CACHE,
+    CAPACITY,
+    DOMAIN,
+    ROWS,
+    TOKEN,
+    WIDTH,
+    Block,
+    Name,
+    dtype_of,
+    typed,
+)
 from authoring.choices import Choices
 
 T = TypeVar("T")
@@ -19,6 +31,7 @@ class Values:
     def __init__(self, choices: Choices) -> None:
         self.choices = choices
         self.counts = [0]  # names given so far, by depth of the block
+        self.symbol: str | None = None  # the capacity's name, where it is declared by one
         self.slips = self.pick([0, 0, 0, 8, 4])  # one wrong choice in how many; 0: none
 
     def below(self, count: int) -> int:
@@ -42,6 +55,13 @@ class Values:
         """A name that no outer block has; siblings, and functions, have each other's names."""
         self.counts[-1] += 1
         return f"{hint}{self.depth or ''}_{self.counts[-1]}"
+
+    def declared(self, value: ir.Value, name: Name) -> ir.Value:
+        """Declare a parameter or a result as what ``name`` is."""
+        typed(value, name.shape, dtype_of(name))
+        if self.symbol is not None and name.cache is not None and name.shape == CACHE:
+            value.shape = ir.Shape([ROWS, self.symbol, WIDTH])
+        return value
 
     def cache_name(self, block: Block, cache: int) -> Name:
         """The current name of a cache; a slip takes any name of any cache."""
