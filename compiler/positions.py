@@ -1,238 +1,274 @@
-"""Will every write fit? Decides, before the first write, what a run will write where.
+"""Will every write fit? Decides how that is found out before the first write of a run.
 
-The model is sliced backward from the positions of its writes. In the slice a cache is replaced by five numbers
-``(bad, position, length, capacity, batch)``, carried along exactly the ports that carried the cache, and a write by a
-check that fills them in at the first violation. If and Loop stay what they are. The slice writes nothing and is
-an ordinary ONNX model. It does not exist when a position or a condition depends on what a cache holds.
+Each requirement of ``conditions`` becomes one of four things. *Static*: it compares sizes only, and is decided
+once for each combination of input dimensions. *Direct*: it bounds an integer input of the graph, or one plus a
+constant, outside of all branches and loops: a comparison of two numbers. *Sliced*: everything else that can be
+known; the backward slice of what is bounded, with If, Loop and Scan as they are and every write replaced by its
+check, is an ordinary ONNX model that writes nothing (``slicing``). *Late*: it depends on what this run writes, and
+is checked by the step itself.
 """
+
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
-import onnx
 import onnx_ir as ir
 
-from onnx_inplace.compiler import contract, loader, planner
-
-CHECK = """
-<domain: "check", opset_import: ["" : 24]>
-Check (state, position, length, capacity) => (updated) {
-    zero = Constant <value_int: int = 0> ()
-    one = Constant <value_ints: ints = [1]> ()
-    all = Constant <value_ints: ints = [-1]> ()
-    positions = Reshape (position, all)
-    room = Sub (capacity, length)
-    low = Less (positions, zero)
-    high = Greater (positions, room)
-    bad = Or (low, high)
-    number = Cast <to: int = 7> (bad)
-    row = ArgMax <axis: int = 0, keepdims: int = 0> (number)
-    any = Gather (bad, row)
-    first = Gather (state, zero)
-    clean = Equal (first, zero)
-    take = And (any, clean)
-    worst = Gather (positions, row)
-    p = Reshape (worst, one)
-    l = Reshape (length, one)
-    c = Reshape (capacity, one)
-    r = Reshape (row, one)
-    found = Concat <axis: int = 0> (one, p, l, c, r)
-    updated = Where (take, found, state)
-}"""
+from onnx_inplace.compiler import conditions, extents, loader, slicing
+from onnx_inplace.compiler.conditions import Kind, Linear, Requirement
+from onnx_inplace.compiler.extents import Extents, Size
+from onnx_inplace.compiler.knowledge import Knowledge, bodies, is_control
 
 
-@dataclasses.dataclass
-class Direct:
-    """A write at the top level whose position is an input."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bound:
+    """What a violation is reported as, and the bounds where sizes fix them.
 
+    Attributes:
+        kind: what the bounded numbers are.
+        root: name of the mutable parameter.
+        operator: that requires it.
+        port: name of what is bounded.
+        rows: whether the numbers stand one for each row of a batch.
+        location: the author's line, where it is known.
+        low: one bound, or one for each element of the last axis; empty where a run computes them.
+        high: likewise.
+        length: tokens from a position on; None where a run computes it.
+        capacity: as ``low``.
+    """
+
+    kind: Kind
     root: str
-    position: int | str
-    length: int | str
-    axis: int
+    operator: str
+    port: str
+    rows: bool
+    location: str | None
+    low: tuple[Size, ...]
+    high: tuple[Size, ...]
+    length: Size | None
+    capacity: tuple[Size, ...]
+
+    def __str__(self) -> str:
+        what = {Kind.POSITION: f"{self.port} of", Kind.LENGTH: f"{self.port} of"}.get(
+            self.kind, f"shape of {self.port} for"
+        )
+        bounds = ""
+        if self.low and self.kind is not Kind.SHAPE:
+            low, high = (", ".join(map(str, sizes)) for sizes in (self.low, self.high))
+            bounds = f": {low} <= {self.port} <= {high}"
+        return f"{self.operator}: {what} `{self.root}`{bounds}"
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class Static:
+    """Sizes that are bounded by sizes."""
+
+    bound: Bound
+    sizes: tuple[Size, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Direct:
+    """Elements of an input, plus ``offset``, are bounded by sizes."""
+
+    bound: Bound
+    input: str
+    offset: Size
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sliced:
+    """A model that finds the first violation, in program order, of all of ``bounds``.
+
+    Attributes:
+        model: serialized ModelProto with one output, int64[5]: number of the bound, from 1 on (0: none is
+            violated), then position, length, capacity, row.
+        inputs: inputs of the graph that it reads, mutable ones as they are before the run.
+        sizes: further inputs, int64 vectors: name and content.
+        bounds: what a number means.
+    """
+
+    model: bytes
+    inputs: tuple[str, ...]
+    sizes: tuple[tuple[str, tuple[Size, ...]], ...]
+    bounds: tuple[Bound, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Late:
+    """What the step itself must check, and why."""
+
+    bound: Bound
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Checks:
-    """``direct`` are plain comparisons; ``model`` is the slice, for everything else."""
+    """What must hold before a run writes, in program order."""
 
-    direct: list[Direct]
-    model: bytes | None = None
-    inputs: list[str] = dataclasses.field(default_factory=list)
-    dims: list[str] = dataclasses.field(default_factory=list)
-    capacities: list[tuple[str, str, int]] = dataclasses.field(default_factory=list)
-    roots: list[str] = dataclasses.field(default_factory=list)
-    unknown: str | None = None  # why there is no slice
-
-
-class NotKnown(Exception):
-    """A position depends on what a cache holds."""
+    static: tuple[Static, ...]
+    direct: tuple[Direct, ...]
+    sliced: Sliced | None
+    late: tuple[Late, ...]
 
 
 def build(loaded: loader.Loaded) -> Checks:
-    """Make the checks of a model."""
-    s = _Slice(loaded)
-    direct = s.direct()
-    if direct is not None:
-        return Checks(direct)
-    try:
-        return s.slice()
-    except NotKnown as reason:
-        return Checks([], unknown=str(reason))
+    """The checks of a model whose calls are inlined."""
+    return _Builder(loaded).run()
 
 
-class _Slice:
+class _Builder:
     def __init__(self, loaded: loader.Loaded):
-        self.graph, self.roots, self.stateful = loaded.model.graph, loaded.aliases.root, loaded.aliases.stateful
-        self.aliases = loaded.aliases
-        self.imports = loaded.model.opset_imports
-        self.known = {d.value for v in self.graph.inputs for d in (v.shape or ()) if not isinstance(d, int)}
-        self.dims: dict[str, None] = {}
-        self.capacities: dict[tuple[str, int], str] = {}
-        self.contents: list[ir.Value] = []
+        self.model, self.aliases, self.mutable = loaded.model, loaded.aliases, loaded.mutable
+        graph = loaded.model.graph
+        self.extents = Extents(graph, self.aliases.source)
+        self.knowledge = Knowledge(graph, self.aliases.root, self.mutable)
+        self.static: dict[object, Static] = {}
+        self.direct: dict[object, Direct] = {}
+        self.late: list[Late] = []
+        self.sites: list[slicing.Site] = []
+        self.bounds: list[Bound] = []
 
-    def length(self, values: ir.Value, axis: int) -> int | str | None:
-        """Declared length of a write, when shape inference has found it."""
-        if values.shape is None:
+    def run(self) -> Checks:
+        self.block(self.model.graph, ())
+        sliced = None
+        if self.sites:
+            model = slicing.Slicer(self.model, self.aliases.root, self.knowledge, self.sites)
+            proto = model.run()
+            sliced = Sliced(
+                proto.SerializeToString(), model.inputs, model.sizes, tuple(self.bounds)
+            )
+        return Checks(
+            tuple(self.static.values()), tuple(self.direct.values()), sliced, tuple(self.late)
+        )
+
+    def block(self, graph: ir.Graph, around: tuple[ir.Node, ...]) -> None:
+        for node in graph:
+            for r in conditions.requirements(node, self.aliases.root, self.mutable):
+                self.decide(r, around)
+            if is_control(node):
+                for body in bodies(node):
+                    self.block(body, (*around, node))
+
+    def decide(self, r: Requirement, around: tuple[ir.Node, ...]) -> None:
+        """Put a requirement where it is checked earliest and at the least cost."""
+        low, high, capacity = (self.sizes(terms) for terms in (r.low, r.high, r.capacity))
+        length = self.size(r.length)
+        bound = Bound(
+            r.kind,
+            r.root,
+            r.node.op_type,
+            r.port,
+            isinstance(r.subject, ir.Value) and _rank(r.subject) == 1,
+            _location(r.node),
+            low or (),
+            high or (),
+            length,
+            capacity or (),
+        )
+        known = low is not None and high is not None and capacity is not None and length is not None
+        numbers = self.numbers(r) if known else None
+        if known and numbers is not None and numbers == low == high:
+            return  # two shapes are the same, whatever the dimensions are
+        if known and not around:
+            if numbers is not None:
+                self.static.setdefault((low, high, numbers), Static(bound, numbers))
+                return
+            direct = self.input(r)
+            if direct is not None:
+                name, offset = direct
+                key = (r.kind, name, offset, low, high, length)
+                self.direct.setdefault(key, Direct(bound, name, offset))
+                return
+        reason = self.why_unknown(r, around)
+        if reason is not None:
+            self.late.append(Late(bound, reason))
+            return
+        self.bounds.append(bound)
+        self.sites.append(self.site(r, len(self.bounds)))
+
+    def site(self, r: Requirement, number: int) -> slicing.Site:
+        """What the slice is told: sizes where they are known, else what to measure."""
+
+        def vector(terms: Sequence[Linear]) -> slicing.Vector:
+            return tuple(self.partial(term) for term in terms)
+
+        subject = r.subject if isinstance(r.subject, ir.Value) else vector(r.subject)
+        return slicing.Site(
+            r.node,
+            number,
+            subject,
+            vector((r.offset,)),
+            vector(r.low),
+            vector(r.high),
+            vector((r.length,)),
+            vector(r.capacity),
+        )
+
+    def numbers(self, r: Requirement) -> tuple[Size, ...] | None:
+        """What is bounded, when sizes fix it."""
+        if not isinstance(r.subject, ir.Value):
+            return self.sizes(tuple(r.subject))
+        number, offset = self.extents.integer(r.subject), self.size(r.offset)
+        if number is None or offset is None:
             return None
-        d = values.shape[axis]
-        return d if isinstance(d, int) else d.value if d.value in self.known else None
+        return (extents.operation("+", number, offset),)
 
-    def direct(self) -> list[Direct] | None:
-        found = []
-        for node in self.graph:
-            if node in self.stateful:
-                return None
-            if planner.writes(node, self.aliases):
-                axis = _axis(node)
-                position, length = node.inputs[2], self.length(node.inputs[1], axis)
-                if not position.is_graph_input() or length is None:
-                    return None
-                found.append(Direct(self.roots[node.inputs[0]].name, position.name, length, axis))
-        return found
+    def input(self, r: Requirement) -> tuple[str, Size] | None:
+        """What is bounded, as an input plus a number."""
+        offset = self.size(r.offset)
+        found = self.extents.affine(r.subject) if isinstance(r.subject, ir.Value) else None
+        if found is None or offset is None:
+            return None
+        value, number = found
+        return str(value.name), extents.operation("+", number, offset)
 
-    def slice(self) -> Checks:
-        results = [v for v in self.graph.outputs if v in self.roots]
-        results = list(dict.fromkeys(results))
-        needed = set(results)
-        nodes = self.block(self.graph, needed)
-        weights = [v for v in needed if v.is_initializer()]
-        inputs = [v for v in self.graph.inputs if v in needed and v not in self.roots and not v.is_initializer()]
-        inputs += self.contents
-        helper = onnx.helper
-        zeros = [helper.make_node("Constant", [], [_state(r)], value_ints=[0, 0, 0, 0, 0]) for r in self.graph.inputs if r in needed and r in self.roots]
-        scalar = lambda name: helper.make_tensor_value_info(name, onnx.TensorProto.INT64, [])
-        graph = helper.make_graph(
-            zeros + nodes, "positions",
-            [ir.to_proto(v) for v in inputs] + [scalar(f"length.{d}") for d in self.dims] + [scalar(n) for n in self.capacities.values()],
-            [helper.make_tensor_value_info(_state(v), onnx.TensorProto.INT64, [5]) for v in results],
-            initializer=[ir.to_proto(v.const_value) for v in weights])
-        imports = [helper.make_opsetid(d, v) for d, v in {**self.imports, "check": 1}.items() if d != contract.DOMAIN]
-        model = helper.make_model(graph, opset_imports=imports, ir_version=11, functions=[onnx.parser.parse_function(CHECK)])
-        return Checks([], model.SerializeToString(), [v.name for v in inputs], list(self.dims),
-                      [(name, root, axis) for (root, axis), name in self.capacities.items()], [self.roots[v].name for v in results])
-
-    def block(self, graph: ir.Graph, needed: set[ir.Value]) -> list[onnx.NodeProto]:
-        """Nodes that ``needed`` depends on; ``needed`` grows to what must come from outside."""
-        found: list[list[onnx.NodeProto]] = []
-        for node in reversed(graph):
-            if any(v in needed for v in node.outputs):
-                found.append(self.node(node, needed))
-        return [n for group in reversed(found) for n in group]
-
-    def node(self, node: ir.Node, needed: set[ir.Value]) -> list[onnx.NodeProto]:
-        make = onnx.helper.make_node
-        if planner.writes(node, self.aliases):
-            cache, values, position = node.inputs
-            axis, name = _axis(node), node.outputs[0].name
-            needed |= {cache, position}
-            length = self.length(values, axis)
-            before = []
-            if isinstance(length, int):
-                before = [make("Constant", [], [f"length.{name}"], value_int=length)]
-                length_name = f"length.{name}"
-            elif length is not None:
-                self.dims[length] = None
-                length_name = f"length.{length}"
+    def partial(self, term: Linear) -> Size | slicing.Measured:
+        """A term with all sizes that are known put in."""
+        total: Size = term.constant
+        unknown = []
+        for factor, value, axis in sorted(term.axes, key=lambda t: -t[0]):
+            size = self.extents.size(value, axis)
+            if size is None:
+                unknown.append((factor, value, axis))
+                continue
+            if abs(factor) != 1:
+                size = extents.operation("*", abs(factor), size)
+            if total == 0 and factor > 0:
+                total = size
             else:
-                self.content(values, needed)
-                length_name = f"length.{name}"
-                before = [make("Shape", [values.name], [f"shape.{name}"]),
-                          make("Constant", [], [f"axis.{name}"], value_int=axis),
-                          make("Gather", [f"shape.{name}", f"axis.{name}"], [length_name])]
-            root = self.roots[cache].name
-            capacity = self.capacities.setdefault((root, axis), f"capacity.{root}.{axis}")
-            return [*before, make("Check", [_state(cache), position.name, length_name, capacity], [_state(node.outputs[0])], domain="check")]
-        if node.outputs[0] in self.roots and (node.domain, node.op_type) in contract.FORWARDS:
-            needed.add(node.inputs[0])
-            return [make("Identity", [_state(node.inputs[0])], [_state(node.outputs[0])])]
-        if node in self.stateful:
-            return [self.branch(node, needed) if node.op_type == "If" else self.loop(node, needed)]
-        for value in planner.captures(node):
-            self.content(value, needed)
-        return [ir.to_proto(node)]
+                total = extents.operation("+" if factor > 0 else "-", total, size)
+        return slicing.Measured(total, tuple(unknown)) if unknown else total
 
-    def content(self, value: ir.Value, needed: set[ir.Value]) -> None:
-        """A value is needed as such. Of a cache only the content before the run is known."""
-        if value not in self.roots:
-            needed.add(value)
-        elif value is not self.roots[value]:
-            raise NotKnown(f"`{value.name}` is read to find a position")
-        elif not any(value is v for v in self.contents):
-            self.contents.append(value)
+    def size(self, term: Linear) -> Size | None:
+        found = self.partial(term)
+        return None if isinstance(found, slicing.Measured) else found
 
-    def branch(self, node: ir.Node, needed: set[ir.Value]) -> onnx.NodeProto:
-        self.content(node.inputs[0], needed)
-        wanted = [k for k, v in enumerate(node.outputs) if v in needed]
-        attributes = {}
-        for key in ("then_branch", "else_branch"):
-            body = node.attributes[key].as_graph()
-            attributes[key] = self.body(body, [], [body.outputs[k] for k in wanted], needed)
-        return onnx.helper.make_node("If", [node.inputs[0].name], [self.name(node.outputs[k]) for k in wanted], **attributes)
+    def sizes(self, terms: Sequence[Linear]) -> tuple[Size, ...] | None:
+        found = [self.size(term) for term in terms]
+        return None if None in found else tuple(size for size in found if size is not None)
 
-    def loop(self, node: ir.Node, needed: set[ir.Value]) -> onnx.NodeProto:
-        body = node.attributes["body"].as_graph()
-        n = len(node.inputs) - 2
-        if any(v in needed for v in node.outputs[n:]):
-            raise NotKnown("a position comes from a stacked output")  # prototype
-        wanted = {k for k in range(n) if node.outputs[k] in needed}
-        while True:  # a carried value that the wanted ones need is wanted too
-            inner = {body.outputs[0], *(body.outputs[1 + k] for k in wanted)}
-            self.block(body, inner)
-            more = wanted | {k for k in range(n) if body.inputs[2 + k] in inner}
-            if more == wanted:
-                break
-            wanted = more
-        order = sorted(wanted)
-        graph = self.body(body, [*body.inputs[:2], *(body.inputs[2 + k] for k in order)],
-                          [body.outputs[0], *(body.outputs[1 + k] for k in order)], needed)
-        initial = [node.inputs[2 + k] for k in order]
-        for v in node.inputs[:2]:
-            if v is not None:
-                self.content(v, needed)
-        needed.update(initial)
-        return onnx.helper.make_node(
-            "Loop", [self.name(v) if v is not None else "" for v in (*node.inputs[:2], *initial)],
-            [self.name(node.outputs[k]) for k in order], body=graph)
-
-    def name(self, value: ir.Value) -> str:
-        return _state(value) if value in self.roots else value.name
-
-    def body(self, body: ir.Graph, inputs, outputs, needed: set[ir.Value]) -> onnx.GraphProto:
-        inner = set(outputs)
-        nodes = self.block(body, inner)
-        inside = {*body.inputs, *(v for n in body for v in n.outputs)}
-        needed |= inner - inside
-        return onnx.helper.make_graph(nodes, body.name or "body", [self.info(v) for v in inputs], [self.info(v) for v in outputs])
-
-    def info(self, value: ir.Value) -> onnx.ValueInfoProto:
-        if value in self.roots:
-            return onnx.helper.make_tensor_value_info(_state(value), onnx.TensorProto.INT64, [5])
-        return ir.to_proto(value)
+    def why_unknown(self, r: Requirement, around: tuple[ir.Node, ...]) -> str | None:
+        """The reason why a requirement cannot be checked before the run."""
+        for node in around:
+            reason = self.knowledge.why_unsteered(node)
+            if reason is not None:
+                return reason
+        if isinstance(r.subject, ir.Value):
+            reason = self.knowledge.why_unknown(r.subject)
+            if reason is not None:
+                return reason
+        for value in self.site(r, 0).measured():
+            reason = self.knowledge.why_unknown(value)
+            if reason is not None:
+                return f"the shape of `{value.name}` is not known: {reason}"
+        return None
 
 
-def _axis(node: ir.Node) -> int:
-    return node.attributes["axis"].as_int() if "axis" in node.attributes else -2
+def _rank(value: ir.Value) -> int | None:
+    return None if value.shape is None else len(value.shape)
 
 
-def _state(value: ir.Value) -> str:
-    return f"{value.name}.state"
+def _location(node: ir.Node) -> str | None:
+    return node.metadata_props.get("onnx_inplace.source")

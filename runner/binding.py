@@ -17,6 +17,7 @@ import numpy as np
 
 from onnx_inplace.compiler import errors
 from onnx_inplace.runner import inputs, storage
+from onnx_inplace.runner.checks import Check
 from onnx_inplace.runner.outputs import Outputs
 from onnx_inplace.runner.storage import Array, Interval
 
@@ -59,7 +60,7 @@ class Binding:
         self._session = session
         self._running = threading.Lock()
         self._failed: BaseException | None = None
-        self._prepared: dict[tuple[tuple[int, ...], ...], Any] = {}
+        self._prepared: dict[tuple[tuple[int, ...], ...], tuple[Check, ...]] = {}
         self._template = session.template(self.arrays)
         self._act = session.instantiate()
 
@@ -135,8 +136,8 @@ class Binding:
         given = self._given(values)
         for (slot, _), array in zip(session.feeds, given, strict=True):
             slots[slot] = array
-        check = self._checks(given)
-        check(slots)
+        for check in self._checks(given):
+            check(slots)
         self.generation += 1
         try:
             self._act(slots)
@@ -166,7 +167,7 @@ class Binding:
             given.append(array if array.flags.c_contiguous else np.ascontiguousarray(array))
         return given
 
-    def _checks(self, given: list[Array]) -> Any:
+    def _checks(self, given: list[Array]) -> tuple[Check, ...]:
         """The checks of a run with inputs of these shapes."""
         shapes = tuple([array.shape for array in given])
         prepared = self._prepared.get(shapes)
@@ -174,7 +175,7 @@ class Binding:
             dims = dict(self._dims)
             for (_, port), shape in zip(self._session.feeds, shapes, strict=True):
                 port.unify(shape, dims)
-            prepared = self._session.checks_for(dims, self.arrays)
+            prepared = self._session.prechecks.prepare(dims)
             if len(self._prepared) >= _PREPARED_LIMIT:
                 self._prepared.clear()
             self._prepared[shapes] = prepared

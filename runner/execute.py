@@ -45,11 +45,6 @@ def _standard(step: planner.Standard) -> Action:
     return act
 
 
-def violation(root: str, position: np.ndarray, length: int, capacity: int) -> errors.CapacityError:
-    rows = np.reshape(position, -1)
-    row = next(i for i, p in enumerate(rows) if not 0 <= p <= capacity - length)
-    return errors.CapacityError(root, int(rows[row]), length, capacity, row if np.ndim(position) else None)
-
 
 def _write(step: planner.Write) -> Action:
     domain = "onnx_inplace" if step.op_type == "CacheUpdate" else ""
@@ -116,27 +111,3 @@ def _repeat(step: planner.Repeat) -> Action:
 _COMPILE = {planner.Standard: _standard, planner.Write: _write, planner.Forward: _forward, planner.Read: _read, planner.Branch: _branch, planner.Repeat: _repeat}
 
 
-def compile_checks(checks: positions.Checks, slot_of: dict[str, int]) -> Callable:
-    """``check(slots, dims, storage)`` raises CapacityError before anything is written."""
-    direct = [(d.root, slot_of[d.position], d.length, d.axis) for d in checks.direct]
-    session = names = None
-    if checks.model is not None:
-        session = onnxruntime.InferenceSession(checks.model, options(), providers=["CPUExecutionProvider"])
-        names = [o.name for o in session.get_outputs()]
-
-    def check(slots: list, dims: dict[str, int], arrays: dict[str, np.ndarray]) -> None:
-        for root, slot, length, axis in direct:
-            position, capacity = slots[slot], arrays[root].shape[axis]
-            n = length if isinstance(length, int) else dims[length]
-            if not (0 <= position.min() and position.max() <= capacity - n if position.ndim else 0 <= int(position) <= capacity - n):
-                raise violation(root, position, n, capacity)
-        if session is None:
-            return
-        feeds = {name: slots[slot_of[name]] for name in checks.inputs}
-        feeds.update((f"length.{d}", np.asarray(dims[d], np.int64)) for d in checks.dims)
-        feeds.update((name, np.asarray(arrays[root].shape[axis], np.int64)) for name, root, axis in checks.capacities)
-        for root, state in zip(checks.roots, session._sess.run(names, feeds, None)):
-            if state[0]:
-                raise errors.CapacityError(root, *map(int, state[1:]))
-
-    return check

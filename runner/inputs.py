@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_inplace.compiler import errors
+from onnx_inplace.compiler import errors, extents
 from onnx_inplace.runner.storage import Array
 
 Dims = dict[str, int]  # what a named dimension is in one run
@@ -79,6 +79,7 @@ class Port:
             )
         for axis, (declared, size) in enumerate(zip(self.shape, given, strict=True)):
             if declared is None:
+                dims[extents.unnamed(self.name, axis)] = size
                 continue
             expected = declared if isinstance(declared, int) else dims.setdefault(declared, size)
             if expected != size:

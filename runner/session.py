@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_inplace.compiler import errors, loader, planner, positions
-from onnx_inplace.runner import binding, execute, inputs, outputs, storage
+from onnx_inplace.runner import binding, checks, execute, inputs, outputs, storage
 from onnx_inplace.runner.storage import Array, Interval
 
 Source = loader.Source
@@ -73,7 +73,7 @@ class Session:
         self.outputs_type = outputs.outputs_type([name for name, _, _ in self.results])
         self._slot_of = {port.name: slot for slot, port in ports}
         self._act = execute.compile_block(self.plan.block)
-        self._check = execute.compile_checks(self.checks, self._slot_of)
+        self.prechecks = checks.Prechecks(self.checks, self._slot_of)
         self._kept = sorted(
             storage.interval(a) for a in self.plan.constants.values() if isinstance(a, np.ndarray)
         )
@@ -169,17 +169,6 @@ class Session:
     def instantiate(self) -> Callable[[list[Any]], None]:
         """The executable plan of one binding."""
         return self._act
-
-    def checks_for(
-        self, dims: inputs.Dims, arrays: Mapping[str, Array]
-    ) -> Callable[[list[Any]], None]:
-        """What must hold before the first write of a run with these sizes."""
-        check = self._check
-
-        def act(slots: list[Any]) -> None:
-            check(slots, dims, arrays)
-
-        return act
 
     def keeps(self, mine: Interval) -> bool:
         """Whether ``mine`` lies in a constant of the plan."""

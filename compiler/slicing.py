@@ -1,0 +1,418 @@
+"""The backward slice of a graph that finds out, writing nothing, whether some numbers are in bounds.
+
+A token, ``int64[5]``, goes through the slice in program order: from check to check, out of the branches of an If,
+round the bodies of Loop and Scan. It is zero until a check finds a violation, which it keeps. Nodes stay only if a
+check needs their values; of control nodes, only the ports that are needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from onnx_inplace.compiler import contract
+from onnx_inplace.compiler.extents import Size
+from onnx_inplace.compiler.knowledge import Knowledge, bodies, captures, forwarded, is_control, ports
+
+CHECK_DOMAIN = "onnx_inplace.check"
+CHECK = """
+<domain: "onnx_inplace.check", opset_import: ["" : {opset}]>
+Check (token, number, subject, offset, low, high, length, capacity) => (updated) {{
+    zero = Constant <value_int: int = 0> ()
+    all = Constant <value_ints: ints = [-1]> ()
+    shifted = Add (subject, offset)
+    below = Less (shifted, low)
+    above = Greater (shifted, high)
+    outside = Or (below, above)
+    flat = Reshape (outside, all)
+    found = NonZero (flat)
+    places = Reshape (found, all)
+    count = Size (places)
+    any = Greater (count, zero)
+    before = Gather (token, zero)
+    clean = Equal (before, zero)
+    take = And (any, clean)
+    updated = If (take) <
+        then_branch = violated () => (report) {{
+            start = Constant <value_ints: ints = [0]> ()
+            one = Constant <value_ints: ints = [1]> ()
+            place = Slice (places, start, one)
+            shape = Shape (outside)
+            spread = Expand (shifted, shape)
+            numbers = Reshape (spread, all)
+            position = Gather (numbers, place)
+            width = Size (capacity)
+            column = Mod (place, width)
+            size = Gather (capacity, column)
+            report = Concat <axis: int = 0> (number, position, length, size, place)
+        }},
+        else_branch = kept () => (same) {{ same = Identity (token) }}
+    >
+}}"""
+TOKEN_SIZE = 5  # number of the check, position, length, capacity, place
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """A number that the slice computes: ``base + sum(factor * shape(value)[axis])``."""
+
+    base: Size
+    axes: tuple[tuple[int, ir.Value, int], ...]
+
+
+Vector = tuple[Size | Measured, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Site:
+    """One check: ``low <= subject + offset <= high`` before ``node``; ``number`` is reported."""
+
+    node: ir.Node
+    number: int
+    subject: ir.Value | Vector
+    offset: Vector
+    low: Vector
+    high: Vector
+    length: Vector
+    capacity: Vector
+
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        """All that is no content of a value, in the order of the check's inputs."""
+        return self.offset, self.low, self.high, self.length, self.capacity
+
+    def measured(self) -> Iterable[ir.Value]:
+        """Values whose shapes the slice must compute."""
+        own = () if isinstance(self.subject, ir.Value) else (self.subject,)
+        for vector in (*own, *self.vectors):
+            for item in vector:
+                if isinstance(item, Measured):
+                    yield from (value for _, value, _ in item.axes)
+
+
+class Slicer:
+    """Makes the slice. Requires that everything which the sites need is known (``Knowledge``)."""
+
+    def __init__(
+        self,
+        model: ir.Model,
+        root_of: Mapping[ir.Value, ir.Value],
+        knowledge: Knowledge,
+        sites: Sequence[Site],
+    ):
+        self._model, self._root_of, self._knowledge = model, root_of, knowledge
+        self._sites: dict[ir.Node, list[Site]] = {}
+        for site in sites:
+            self._sites.setdefault(site.node, []).append(site)
+        self._owner: dict[ir.Graph, ir.Node] = {}
+        self._parameters: dict[ir.Value, tuple[ir.Value, ...]] = {}
+        self._active: set[ir.Node] = set()  # control nodes that the token goes through
+        self._needed: set[ir.Value] = set()
+        self._sizes: dict[tuple[Size, ...], str] = {}
+        self._done: list[set[object]] = [set()]  # checks that have been made, by enclosing block
+        self._count = 0
+        self.inputs: tuple[str, ...] = ()
+        self.sizes: tuple[tuple[str, tuple[Size, ...]], ...] = ()
+
+    def run(self) -> onnx.ModelProto:
+        """The slice as a model. Sets ``inputs`` and ``sizes``."""
+        graph = self._model.graph
+        self._survey(graph)
+        self._mark()
+        nodes: list[onnx.NodeProto] = [
+            onnx.helper.make_node("Constant", [], ["%token"], value_ints=[0] * TOKEN_SIZE)
+        ]
+        token = self._block(graph, "%token", nodes)
+        given = [v for v in graph.inputs if v in self._needed and not v.is_initializer()]
+        self.inputs = tuple(str(v.name) for v in given)
+        self.sizes = tuple((name, sizes) for sizes, name in self._sizes.items())
+        info = onnx.helper.make_tensor_value_info
+        proto = onnx.helper.make_graph(
+            nodes,
+            "checks",
+            [_info(v) for v in given]
+            + [info(name, onnx.TensorProto.INT64, [len(s)]) for name, s in self.sizes],
+            [info(token, onnx.TensorProto.INT64, [TOKEN_SIZE])],
+            initializer=_tensors(graph, self._needed),
+        )
+        opsets = {k: v for k, v in self._model.opset_imports.items() if k != contract.DOMAIN}
+        function = onnx.parser.parse_function(CHECK.format(opset=opsets.get("", 25)))
+        return onnx.helper.make_model(
+            proto,
+            opset_imports=[
+                onnx.helper.make_opsetid(k, v) for k, v in {**opsets, CHECK_DOMAIN: 1}.items()
+            ],
+            ir_version=self._model.ir_version,
+            functions=[function],
+        )
+
+    # -- what is needed
+
+    def _survey(self, graph: ir.Graph) -> None:
+        """Find, for every block, its node, and for every parameter of a body, where it comes from."""
+        for node in graph:
+            if not is_control(node):
+                continue
+            for body in bodies(node):
+                self._owner[body] = node
+                self._survey(body)
+            if node.op_type != "If":
+                p = ports(node)
+                self._parameters.update({v: (i, r) for i, v, r, _ in p.carried})
+                self._parameters.update({element: (sequence,) for sequence, element in p.scanned})
+                self._parameters.update({v: () for v in p.own})
+
+    def _mark(self) -> None:
+        """Find all values that the sites depend on, and the control nodes around them."""
+        wanted: list[ir.Value] = []
+        for node, sites in self._sites.items():
+            for site in sites:
+                if isinstance(site.subject, ir.Value):
+                    wanted.append(site.subject)
+                wanted += site.measured()
+            graph = node.graph
+            while graph in self._owner:
+                around = self._owner[graph]
+                if around not in self._active:
+                    self._active.add(around)
+                    wanted += self._steering(around)
+                graph = around.graph
+        while wanted:
+            value = wanted.pop()
+            if value not in self._needed:
+                self._needed.add(value)
+                wanted += self._sources(value)
+
+    def _steering(self, node: ir.Node) -> list[ir.Value]:
+        """What decides which branch runs, or how often a body does."""
+        if node.op_type == "If":
+            return [v for v in node.inputs if v is not None]
+        p = ports(node)
+        known = [s for s, _ in p.scanned if self._knowledge.why_unknown(s) is None]
+        return [*p.steering, *p.inner_steering, *known[:1]]
+
+    def _sources(self, value: ir.Value) -> list[ir.Value]:
+        """What a value is computed from, one step back."""
+        if value in self._parameters:
+            return list(self._parameters[value])
+        node = value.producer()
+        if node is None:
+            return []
+        source = forwarded(node)
+        if source is not None:
+            return [source]
+        if not is_control(node):
+            return list(captures(node))
+        k = list(node.outputs).index(value)
+        if node.op_type == "If":
+            return [*self._steering(node), *(body.outputs[k] for body in bodies(node))]
+        p = ports(node)
+        carried = next(((i, r) for i, _, r, o in p.carried if o is value), None)
+        result = carried or tuple(r for r, o in p.stacked if o is value)
+        return [*self._steering(node), *result]
+
+    # -- the slice
+
+    def _block(self, graph: ir.Graph, token: str, nodes: list[onnx.NodeProto]) -> str:
+        """Append what stays of a block; return the name of the token at its end."""
+        for node in graph:
+            for site in self._sites.get(node, ()):
+                token = self._check(site, token, nodes)
+            if is_control(node):
+                if node in self._active or any(v in self._needed for v in node.outputs):
+                    token = self._control(node, token, nodes)
+            elif any(v in self._needed for v in node.outputs):
+                nodes.append(_plain(node))
+        return token
+
+    def _control(self, node: ir.Node, token: str, nodes: list[onnx.NodeProto]) -> str:
+        after = self._name("token") if node in self._active else None
+        make = self._branch if node.op_type == "If" else self._repeat
+        nodes.append(make(node, token, after))
+        return after or token
+
+    def _branch(self, node: ir.Node, token: str, after: str | None) -> onnx.NodeProto:
+        condition = node.inputs[0]
+        assert condition is not None
+        kept = [k for k, v in enumerate(node.outputs) if v in self._needed]
+        branches = {}
+        for key, body in zip(("then_branch", "else_branch"), bodies(node), strict=True):
+            results = [body.outputs[k] for k in kept]
+            branches[key] = self._body(body, [], [], [], results, [], token, after is not None)
+        outputs = [str(node.outputs[k].name) for k in kept] + ([after] if after else [])
+        return onnx.helper.make_node("If", [str(condition.name)], outputs, **branches)
+
+    def _repeat(self, node: ir.Node, token: str, after: str | None) -> onnx.NodeProto:
+        p, needed = ports(node), self._needed
+        carried = [c for c in p.carried if c[1] in needed or c[3] in needed]
+        stacked = [k for k, (_, output) in enumerate(p.stacked) if output in needed]
+        scanned = [k for k, (sequence, element) in enumerate(p.scanned) if element in needed]
+        if node.op_type == "Scan" and not scanned:  # it takes a sequence to say how many steps
+            known = (k for k, (s, _) in enumerate(p.scanned) if s in needed)
+            scanned = [next(known)]
+        inner = self._name("token") if after else token
+        body = self._body(
+            bodies(node)[0],
+            p.own,
+            [*(parameter for _, parameter, _, _ in carried)],
+            [p.scanned[k][1] for k in scanned],
+            [*p.inner_steering, *(result for _, _, result, _ in carried)],
+            [p.stacked[k][0] for k in stacked],
+            inner,
+            after is not None,
+            parameter=after is not None,
+        )
+        steering = node.inputs[:2] if node.op_type == "Loop" else ()
+        inputs = ["" if v is None else str(v.name) for v in steering]
+        inputs += [str(initial.name) for initial, _, _, _ in carried] + ([token] if after else [])
+        inputs += [str(p.scanned[k][0].name) for k in scanned]
+        outputs = [str(output.name) for _, _, _, output in carried] + ([after] if after else [])
+        outputs += [str(p.stacked[k][1].name) for k in stacked]
+        result = onnx.helper.make_node(node.op_type, inputs, outputs, body=body)
+        if node.op_type == "Scan":
+            result.attribute.extend(_scan_attributes(node, scanned, stacked))
+        return result
+
+    def _body(
+        self,
+        body: ir.Graph,
+        own: Sequence[ir.Value],
+        inputs: Sequence[ir.Value],
+        elements: Sequence[ir.Value],
+        outputs: Sequence[ir.Value],
+        stacked: Sequence[ir.Value],
+        token: str,
+        leaves: bool,
+        *,
+        parameter: bool = False,
+    ) -> onnx.GraphProto:
+        """What stays of a branch or body; the token stands between the two kinds of ports."""
+        nodes: list[onnx.NodeProto] = []
+        self._done.append(set())
+        last = self._block(body, token, nodes)
+        self._done.pop()
+        state = onnx.helper.make_tensor_value_info(token, onnx.TensorProto.INT64, [TOKEN_SIZE])
+        returned = []
+        if leaves:  # a result must be made inside, even where no check changes the token
+            name = self._name("token")
+            nodes.append(onnx.helper.make_node("Identity", [last], [name]))
+            returned = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, None)]
+        return onnx.helper.make_graph(
+            nodes,
+            body.name or "body",
+            [*map(_scalar, own), *map(_info, inputs), *([state] if parameter else []), *map(_info, elements)],
+            [*map(_info, outputs), *returned, *map(_info, stacked)],
+            initializer=_tensors(body, self._needed),
+        )
+
+    # -- checks
+
+    def _check(self, site: Site, token: str, nodes: list[onnx.NodeProto]) -> str:
+        key = (site.subject, *site.vectors)
+        if any(key in done for done in self._done):
+            return token
+        self._done[-1].add(key)
+        if isinstance(site.subject, ir.Value):
+            subject = self._int64(site.subject, nodes)
+        else:
+            subject = self._vector(site.subject, nodes)
+        vectors = [self._vector(v, nodes) for v in ((site.number,), *site.vectors)]
+        after = self._name("token")
+        inputs = [token, vectors[0], subject, *vectors[1:]]
+        nodes.append(onnx.helper.make_node("Check", inputs, [after], domain=CHECK_DOMAIN))
+        return after
+
+    def _int64(self, value: ir.Value, nodes: list[onnx.NodeProto]) -> str:
+        if value.dtype == ir.DataType.INT64:
+            return str(value.name)
+        return self._node(nodes, "Cast", [str(value.name)], to=onnx.TensorProto.INT64)
+
+    def _vector(self, vector: Vector, nodes: list[onnx.NodeProto]) -> str:
+        """Name of an int64 vector: an input of the slice, or computed where the block stands."""
+        sizes = tuple(item for item in vector if not isinstance(item, Measured))
+        if len(sizes) == len(vector):
+            return self._sizes.setdefault(sizes, f"%sizes.{len(self._sizes)}")
+        parts = []
+        for item in vector:
+            if not isinstance(item, Measured):
+                parts.append(self._vector((item,), nodes))
+                continue
+            total = self._vector((item.base,), nodes)
+            for factor, value, axis in item.axes:
+                shape = self._node(nodes, "Shape", [str(value.name)])
+                where = self._node(nodes, "Constant", [], value_ints=[axis])
+                size = self._node(nodes, "Gather", [shape, where])
+                if abs(factor) != 1:
+                    times = self._vector((abs(factor),), nodes)
+                    size = self._node(nodes, "Mul", [size, times])
+                total = self._node(nodes, "Add" if factor > 0 else "Sub", [total, size])
+            parts.append(total)
+        return parts[0] if len(parts) == 1 else self._node(nodes, "Concat", parts, axis=0)
+
+    def _node(
+        self, nodes: list[onnx.NodeProto], op_type: str, inputs: list[str], **attributes: object
+    ) -> str:
+        name = self._name(op_type.lower())
+        nodes.append(onnx.helper.make_node(op_type, inputs, [name], **attributes))
+        return name
+
+    def _name(self, base: str) -> str:
+        self._count += 1
+        return f"%{base}.{self._count}"  # no name of an author begins with %
+
+
+def _plain(node: ir.Node) -> onnx.NodeProto:
+    """A node as it is; what hands on a value is Identity."""
+    source = forwarded(node)
+    if source is not None:
+        return onnx.helper.make_node("Identity", [str(source.name)], [str(node.outputs[0].name)])
+    proto = ir.to_proto(node)
+    proto.ClearField("metadata_props")
+    return proto
+
+
+def _info(value: ir.Value) -> onnx.ValueInfoProto:
+    """Name and element type. Shapes are left to the run: what is carried may change its own."""
+    if isinstance(value.type, ir.TensorType):
+        return onnx.helper.make_tensor_value_info(str(value.name), value.type.dtype.value, None)
+    if value.type is None:
+        return onnx.ValueInfoProto(name=str(value.name))
+    info = ir.to_proto(value)
+    info.ClearField("metadata_props")
+    return info
+
+
+def _scalar(value: ir.Value) -> onnx.ValueInfoProto:
+    """Iteration number and condition of a Loop, which onnxruntime wants with their shape."""
+    dtype = onnx.TensorProto.INT64 if value.dtype is None else value.dtype.value
+    return onnx.helper.make_tensor_value_info(str(value.name), dtype, [])
+
+
+def _tensors(graph: ir.Graph, needed: set[ir.Value]) -> list[onnx.TensorProto]:
+    found = []
+    for value in graph.initializers.values():
+        if value in needed and value.const_value is not None:
+            tensor = ir.to_proto(value.const_value)
+            tensor.name = str(value.name)
+            found.append(tensor)
+    return found
+
+
+def _scan_attributes(
+    node: ir.Node, scanned: list[int], stacked: list[int]
+) -> Iterable[onnx.AttributeProto]:
+    """Axes and directions of the sequences that stay."""
+    yield onnx.helper.make_attribute("num_scan_inputs", len(scanned))
+    for name, kept in (
+        ("scan_input_axes", scanned),
+        ("scan_input_directions", scanned),
+        ("scan_output_axes", stacked),
+        ("scan_output_directions", stacked),
+    ):
+        if name in node.attributes and kept:
+            given = node.attributes[name].as_ints()
+            yield onnx.helper.make_attribute(name, [given[k] for k in kept])
