@@ -1,8 +1,9 @@
-"""What must hold for a node that writes or reads storage in place: bounds of numbers, one list per node.
+"""What must hold for a node that writes or reads storage in place.
 
-Every requirement has one form: some integers, the content of a value or sizes of shapes, lie between two
-bounds. A position is bounded by capacity - length, never position + length by capacity: a subtraction of
-sizes cannot overflow. How and when a requirement is checked is decided in ``positions``.
+Every requirement has one form: some integers, the content of a value or sizes of shapes, lie
+between two bounds. A position is bounded by capacity - length, never position + length by capacity:
+a subtraction of sizes cannot overflow. How and when a requirement is checked is decided in
+``positions``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Linear:
-    """A number plus sizes of values with factors: ``constant + sum(factor * shape(value)[axis])``."""
+    """A number plus sizes with factors: ``constant + sum(factor * shape(value)[axis])``."""
 
     constant: int = 0
     axes: tuple[tuple[int, ir.Value, int], ...] = ()
@@ -109,9 +110,9 @@ class _Site:
     def input(self, port: int) -> ir.Value | None:
         return self.node.inputs[port] if port < len(self.node.inputs) else None
 
-    def int(self, name: str, default: int) -> int:
-        attribute = self.node.attributes.get(name)
-        return default if attribute is None else attribute.as_int()
+    def attribute(self, name: str, default: int) -> int:
+        found = self.node.attributes.get(name)
+        return default if found is None else found.as_int()
 
     def behind(self, axis: int) -> int:
         """The axis counted from the end: right for every value of the same rank, known or not."""
@@ -168,7 +169,7 @@ def _update(site: _Site, batch_axis: int) -> list[Requirement]:
     values, position = site.input(1), site.input(2)
     if values is None:
         return []
-    axis = site.behind(site.int("axis", -2))
+    axis = site.behind(site.attribute("axis", -2))
     length, capacity = axis_of(values, axis), site.size(axis)
     found = site.alike(values, "values", but=axis)
     if position is not None and position.shape is not None and len(position.shape) == 1:
@@ -189,7 +190,7 @@ def _update(site: _Site, batch_axis: int) -> list[Requirement]:
 
 
 def _cache_update(site: _Site) -> list[Requirement]:
-    return _update(site, site.int("batch_axis", 0))
+    return _update(site, site.attribute("batch_axis", 0))
 
 
 def _tensor_scatter(site: _Site) -> list[Requirement]:
@@ -202,7 +203,7 @@ def _assign(site: _Site) -> list[Requirement]:
 
 
 def _cache_reorder(site: _Site) -> list[Requirement]:
-    indices, rows = site.input(1), site.size(site.behind(site.int("batch_axis", 0)))
+    indices, rows = site.input(1), site.size(site.behind(site.attribute("batch_axis", 0)))
     if indices is None:
         return []
     return [
@@ -215,7 +216,7 @@ def _scatter_elements(site: _Site) -> list[Requirement]:
     indices, updates = site.input(1), site.input(2)
     if indices is None or updates is None:
         return []
-    axis = site.behind(site.int("axis", 0))
+    axis = site.behind(site.attribute("axis", 0))
     axes = [k - site.rank for k in range(site.rank)]
     size = site.size(axis)
     others = [(axis_of(indices, k), site.size(k)) for k in axes if k != axis]
@@ -269,9 +270,7 @@ def _group_query_attention(site: _Site) -> list[Requirement]:
         return []
     capacity = site.size(-2)
     return [
-        site.bounded(
-            Kind.LENGTH, lengths, (capacity,), ZERO, (capacity,), "seqlens_k", offset=ONE
-        ),
+        site.bounded(Kind.LENGTH, lengths, (capacity,), ZERO, (capacity,), "seqlens_k", offset=ONE),
     ]
 
 

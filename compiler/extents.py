@@ -1,9 +1,9 @@
 """Sizes of values in terms of the dimensions that are known when a run begins.
 
-A size is a number, the name of a dimension of an input, or an operation on sizes. It is decided here which
-sizes a graph fixes; what they are in a run is computed by ``evaluate``, with Python's integers, which do not
-overflow. What inference has found is trusted; beyond it only views of storage and simple integer arithmetic
-are followed.
+A size is a number, the name of a dimension of an input, or an operation on sizes. It is decided
+here which sizes a graph fixes; what they are in a run is computed by ``evaluate``, with Python's
+integers, which do not overflow. What inference has found is trusted; beyond it only views of
+storage and simple integer arithmetic are followed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
-    """``left operator right``; the operator is one of + - * // (which is 0 where ``right`` is 0)."""
+    """``left operator right``: one of + - * // (which is 0 where ``right`` is 0)."""
 
     operator: str
     left: Size
@@ -151,7 +151,9 @@ class Extents:
             return None
         constant = _constant(value)
         if constant is not None:
-            return int(constant.item()) if constant.size == 1 and constant.dtype.kind in "iu" else None
+            return (
+                int(constant.item()) if constant.size == 1 and constant.dtype.kind in "iu" else None
+            )
         node = value.producer()
         if node is None or node.domain:
             return None
@@ -169,12 +171,12 @@ class Extents:
 
     def _part_of_shape(self, node: ir.Node) -> Size | None:
         """``Shape<start, end>(x)`` of one axis, or ``Gather(Shape(x), k)``."""
-        which = None
+        which: int | None = None
         if node.op_type == "Gather" and node.inputs[0] is not None:
-            which, found = self.integer(node.inputs[1]), node.inputs[0].producer()
-            if found is None or not isinstance(which, int):
+            index, shape = self.integer(node.inputs[1]), node.inputs[0].producer()
+            if shape is None or not isinstance(index, int):
                 return None
-            node = found
+            node, which = shape, index
         if node.op_type != "Shape" or node.domain or node.inputs[0] is None:
             return None
         value = node.inputs[0]

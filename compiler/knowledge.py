@@ -1,8 +1,9 @@
 """Which values of a graph can be computed before a run has written anything.
 
-A value is *known* when it follows from inputs, small constants, and what the storage held before the run. What
-is read from storage that this run has written is not; an Assign hands on its value, so that a counter is. A
-value that needs a large weight counts as unknown: computing it twice would cost more than the check is worth.
+A value is *known* when it follows from inputs, small constants, and what the storage held before
+the run. What is read from storage that this run has written is not; an Assign hands on its value,
+so that a counter is. A value that needs a large weight counts as unknown: computing it twice would
+cost more than the check is worth.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Ports:
 
     Attributes:
         steering: values that decide how often the body runs: outside of it, and inside.
-        carried: (initial, parameter of the body, result of the body, output) of every carried value.
+        carried: (initial, parameter of the body, result of the body, output) of every carried
+            value.
         scanned: (sequence, element) of every sequence that is taken apart.
         stacked: (result of the body, output) of every sequence that is put together.
         own: parameters of the body that the node itself sets.
@@ -77,7 +79,9 @@ def ports(node: ir.Node) -> Ports:
             steering=tuple(v for v in node.inputs[:2] if v is not None),
             inner_steering=(body.outputs[0],),
             carried=tuple(
-                zip(initial, body.inputs[2:], body.outputs[1 : 1 + n], node.outputs[:n], strict=True)
+                zip(
+                    initial, body.inputs[2:], body.outputs[1 : 1 + n], node.outputs[:n], strict=True
+                )
             ),
             scanned=(),
             stacked=tuple(zip(body.outputs[1 + n :], node.outputs[n:], strict=True)),
@@ -113,7 +117,9 @@ def captures(node: ir.Node) -> Iterator[ir.Value]:
 class Knowledge:
     """Known and unknown values of one graph."""
 
-    def __init__(self, graph: ir.Graph, root_of: Mapping[ir.Value, ir.Value], mutable: Iterable[ir.Value]):
+    def __init__(
+        self, graph: ir.Graph, root_of: Mapping[ir.Value, ir.Value], mutable: Iterable[ir.Value]
+    ):
         """Decide about every value of ``graph`` and of its bodies."""
         self._storage = set(mutable)
         self._root_of = root_of
@@ -171,7 +177,9 @@ class Knowledge:
         reason = self._first(_present(node.inputs))
         if reason is not None:
             self._unsteered[node] = reason
-        for output, results in zip(node.outputs, zip(*(b.outputs for b in bodies(node)), strict=True), strict=True):
+        for output, results in zip(
+            node.outputs, zip(*(b.outputs for b in bodies(node)), strict=True), strict=True
+        ):
             self._mark([output], reason or self._first(results))
 
     def _repeat(self, node: ir.Node) -> None:

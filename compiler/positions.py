@@ -1,11 +1,12 @@
 """Will every write fit? Decides how that is found out before the first write of a run.
 
-Each requirement of ``conditions`` becomes one of four things. *Static*: it compares sizes only, and is decided
-once for each combination of input dimensions. *Direct*: it bounds an integer input of the graph, or one plus a
-constant, outside of all branches and loops: a comparison of two numbers. *Sliced*: everything else that can be
-known; the backward slice of what is bounded, with If, Loop and Scan as they are and every write replaced by its
-check, is an ordinary ONNX model that writes nothing (``slicing``). *Late*: it depends on what this run writes, and
-is checked by the step itself.
+Each requirement of ``conditions`` becomes one of four things. *Static*: it compares sizes only, and
+is decided once for each combination of input dimensions. *Direct*: it bounds an integer input of
+the graph, or one plus a constant, outside of all branches and loops: a comparison of two numbers.
+*Sliced*: everything else that can be known; the backward slice of what is bounded, with If, Loop
+and Scan as they are and every write replaced by its check, is an ordinary ONNX model that writes
+nothing (``slicing``). *Late*: it depends on what this run writes, and is checked by the step
+itself.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class Sliced:
     """A model that finds the first violation, in program order, of all of ``bounds``.
 
     Attributes:
-        model: serialized ModelProto with one output, int64[5]: number of the bound, from 1 on (0: none is
+        model: serialized ModelProto with one output, int64[5]: number of the bound, from 1 on (0:
+            none is
             violated), then position, length, capacity, row.
         inputs: inputs of the graph that it reads, mutable ones as they are before the run.
         sizes: further inputs, int64 vectors: name and content.

@@ -1,22 +1,30 @@
-"""The backward slice of a graph that finds out, writing nothing, whether some numbers are in bounds.
+"""A slice of a graph that finds out, writing nothing, whether some numbers are in bounds.
 
-A token, ``int64[5]``, goes through the slice in program order: from check to check, out of the branches of an If,
-round the bodies of Loop and Scan. It is zero until a check finds a violation, which it keeps. Nodes stay only if a
-check needs their values; of control nodes, only the ports that are needed.
+A token, ``int64[5]``, goes through the slice in program order: from check to check, out of the
+branches of an If, round the bodies of Loop and Scan. It is zero until a check finds a violation,
+which it keeps. Nodes stay only if a check needs their values; of control nodes, only the ports that
+are needed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 
 from onnx_inplace.compiler import contract
 from onnx_inplace.compiler.extents import Size
-from onnx_inplace.compiler.knowledge import Knowledge, bodies, captures, forwarded, is_control, ports
+from onnx_inplace.compiler.knowledge import (
+    Knowledge,
+    bodies,
+    captures,
+    forwarded,
+    is_control,
+    ports,
+)
 
 CHECK_DOMAIN = "onnx_inplace.check"
 CHECK = """
@@ -153,7 +161,7 @@ class Slicer:
     # -- what is needed
 
     def _survey(self, graph: ir.Graph) -> None:
-        """Find, for every block, its node, and for every parameter of a body, where it comes from."""
+        """Find the node of every block, and where the parameters of a body come from."""
         for node in graph:
             if not is_control(node):
                 continue
@@ -304,7 +312,12 @@ class Slicer:
         return onnx.helper.make_graph(
             nodes,
             body.name or "body",
-            [*map(_scalar, own), *map(_info, inputs), *([state] if parameter else []), *map(_info, elements)],
+            [
+                *map(_scalar, own),
+                *map(_info, inputs),
+                *([state] if parameter else []),
+                *map(_info, elements),
+            ],
             [*map(_info, outputs), *returned, *map(_info, stacked)],
             initializer=_tensors(body, self._needed),
         )
@@ -354,7 +367,7 @@ class Slicer:
         return parts[0] if len(parts) == 1 else self._node(nodes, "Concat", parts, axis=0)
 
     def _node(
-        self, nodes: list[onnx.NodeProto], op_type: str, inputs: list[str], **attributes: object
+        self, nodes: list[onnx.NodeProto], op_type: str, inputs: list[str], **attributes: Any
     ) -> str:
         name = self._name(op_type.lower())
         nodes.append(onnx.helper.make_node(op_type, inputs, [name], **attributes))

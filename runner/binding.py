@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from onnx_inplace.compiler import errors
-from onnx_inplace.runner import inputs, storage
+from onnx_inplace.runner import inputs, journal, storage
 from onnx_inplace.runner.checks import Check
 from onnx_inplace.runner.outputs import Outputs
 from onnx_inplace.runner.storage import Array, Interval
@@ -59,7 +59,7 @@ class Binding:
         self.generation = 0
         self._session = session
         self._running = threading.Lock()
-        self._failed: BaseException | None = None
+        self._failed: tuple[BaseException, tuple[journal.Written, ...]] | None = None
         self._prepared: dict[tuple[tuple[int, ...], ...], tuple[Check, ...]] = {}
         self._template = session.template(self.arrays)
         self._act = session.instantiate()
@@ -127,12 +127,11 @@ class Binding:
         if not self._end.alive:
             raise errors.BindingError("the binding is closed: its arrays have been given back.")
         if self._failed is not None:
-            raise errors.DirtyState(
-                f"an earlier run failed after it had written ({self._failed}); "
-                "restore the arrays if you need to, then call reset()."
-            )
+            error, written = self._failed
+            raise _dirty(error, written) from error
         session = self._session
         slots: Slots = self._template.copy()  # a run's own, so that nothing of it is kept alive
+        slots.append([])  # journal.JOURNAL
         given = self._given(values)
         for (slot, _), array in zip(session.feeds, given, strict=True):
             slots[slot] = array
@@ -142,7 +141,9 @@ class Binding:
         try:
             self._act(slots)
         except BaseException as error:
-            self._failed = error
+            written = journal.read(slots)
+            if written:
+                self._failed = error, written
             raise
         return self._results(slots, given)
 
@@ -217,3 +218,13 @@ class Binding:
         if storage.leases.holder(mine) is not None or self._session.keeps(mine):
             return True
         return any(mine.overlaps(storage.interval(other)) for other in given)
+
+
+def _dirty(error: BaseException, written: tuple[journal.Written, ...]) -> errors.DirtyState:
+    """What later runs are refused with."""
+    return errors.DirtyState(
+        f"an earlier run failed ({type(error).__name__}: {error}) after it had written: "
+        f"{'; '.join(map(str, written[-3:]))}. Restore the arrays if you need to, then call "
+        f"reset().",
+        written,
+    )

@@ -1,8 +1,9 @@
 """Executes the checks of ``compiler.positions`` before the first write of a run.
 
-All that depends only on sizes is computed once for each combination of shapes. What is left for a run is, for each
-input that holds positions, one comparison with the narrowest bounds of all writes that use it; and, where control
-flow or arithmetic decides about positions, one call of a small model that writes nothing.
+All that depends only on sizes is computed once for each combination of shapes. What is left for a
+run is, for each input that holds positions, one comparison with the narrowest bounds of all writes
+that use it; and, where control flow or arithmetic decides about positions, one call of a small
+model that writes nothing.
 """
 
 from __future__ import annotations

@@ -9,7 +9,13 @@ from __future__ import annotations
 import threading
 
 from onnx_inplace.compiler import errors, steps
-from onnx_inplace.runner import operators, operators_attention, operators_gqa, operators_scatter
+from onnx_inplace.runner import (
+    journal,
+    operators,
+    operators_attention,
+    operators_gqa,
+    operators_scatter,
+)
 from onnx_inplace.runner.actions import Action, Factory, Settings
 
 _lock = threading.Lock()
@@ -57,4 +63,4 @@ def compile_step(step: steps.Kernel, settings: Settings) -> Action:
     factory = _factories.get((step.domain, step.op_type))
     if factory is None:
         raise errors.UnsupportedOperator(step.domain, step.op_type, "no kernel is registered")
-    return factory(step, settings)
+    return journal.noted(step, factory(step, settings))

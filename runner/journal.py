@@ -1,0 +1,99 @@
+"""What a run has written so far, in case that it fails half-way.
+
+The last slot of a run is its journal, a list. Every step that writes storage adds an entry when it
+has written, so that a failing run knows whether a byte has changed, and which.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from onnx_inplace.compiler import errors, steps
+from onnx_inplace.runner.actions import Action, Slots
+
+JOURNAL = -1
+"""The slot that holds the journal, for every run."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Written:
+    """One write of a run.
+
+    Attributes:
+        root: name of the mutable parameter.
+        operator: that wrote.
+        position: first token, of each row where there are rows; None: anywhere in the storage.
+        length: tokens from there on; None likewise.
+        location: the author's line, where it is known: which layer it was.
+    """
+
+    root: str
+    operator: str
+    position: int | list[int] | None
+    length: int | None
+    location: str | None
+
+    def __str__(self) -> str:
+        where = "" if self.location is None else f" ({self.location})"
+        if self.position is None:
+            return f"{self.operator} of `{self.root}`{where}"
+        return f"{self.operator} of `{self.root}`, {self.length} tokens at {self.position}{where}"
+
+
+_TOKENS = {("onnx_inplace", "CacheUpdate"), ("", "TensorScatter")}
+"""Operators that write (storage, values, position) along an axis."""
+
+
+def noted(step: steps.Kernel, action: Action) -> Action:
+    """An action that notes in the journal that it has written."""
+    if not step.roots:
+        return action
+    if (step.domain, step.op_type) in _TOKENS and len(step.inputs) > 2:
+        note = _tokens(step)
+    else:
+        note = _anywhere(step)
+
+    def act(slots: Slots) -> None:
+        try:
+            action(slots)
+        except errors.InplaceError:
+            raise  # a kernel checks first: it has refused, and written nothing
+        except BaseException:
+            slots[JOURNAL].append(note(slots))
+            raise
+        slots[JOURNAL].append(note(slots))
+
+    return act
+
+
+def read(slots: Slots) -> tuple[Written, ...]:
+    """All writes of a run, in order."""
+    return tuple(_written(*entry) for entry in slots[JOURNAL])
+
+
+_Entry = tuple[steps.Kernel, "int | list[int] | None", "int | None"]
+
+
+def _tokens(step: steps.Kernel) -> Callable[[Slots], _Entry]:
+    _, values, position = step.inputs[:3]
+    axis = step.attributes.get("axis", -2)
+    if values is None or position is None:
+        return _anywhere(step)
+
+    def note(slots: Slots) -> _Entry:
+        # as numbers, not as the array: that may be a buffer which the run uses again
+        return step, slots[position].tolist(), slots[values].shape[axis]
+
+    return note
+
+
+def _anywhere(step: steps.Kernel) -> Callable[[Slots], _Entry]:
+    entry: _Entry = step, None, None
+    return lambda slots: entry
+
+
+def _written(step: steps.Kernel, position: int | list[int] | None, length: int | None) -> Written:
+    root = next(iter(step.roots.values()))
+    location = None if step.location is None else str(step.location)
+    return Written(root, step.op_type, position, length, location)
