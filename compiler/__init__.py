@@ -1,7 +1,17 @@
 """What a model promises: from a declaration to a checked program, to a file, and back."""
 
 from onnx_inplace.compiler.loader import Loaded, load
+from onnx_inplace.compiler.planner import plan
 from onnx_inplace.compiler.program import CheckedFunction, Declaration, Program, build
 from onnx_inplace.compiler.recovery import restore
 
-__all__ = ["CheckedFunction", "Declaration", "Loaded", "Program", "build", "load", "restore"]
+__all__ = [
+    "CheckedFunction",
+    "Declaration",
+    "Loaded",
+    "Program",
+    "build",
+    "load",
+    "plan",
+    "restore",
+]

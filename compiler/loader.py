@@ -14,7 +14,6 @@ from typing import Any
 
 import onnx
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from onnx_inplace.compiler import (
     alias,
@@ -22,6 +21,7 @@ from onnx_inplace.compiler import (
     derivation,
     facts,
     files,
+    flat,
     integrity,
     operators,
     weights,
@@ -295,10 +295,8 @@ def _canonical(function: ir.Function) -> object:
 
 def _flatten(verified: Verified, program: Program) -> Loaded:
     model = verified.model
-    names = [str(v.name) for v in model.graph.inputs]
-    common.InlinePass(lambda f: not derivation.is_body(f.domain, f.name))(model)
-    model = _infer(model, program.weights)
-    inputs = dict(zip(names, model.graph.inputs, strict=True))
+    flat.flatten(model)
+    inputs = {str(v.name): v for v in model.graph.inputs}
     mutable = [
         v
         for v, a in zip(model.graph.inputs, verified.access, strict=True)
@@ -310,18 +308,3 @@ def _flatten(verified: Verified, program: Program) -> Loaded:
     )
     _refuse(aliases.findings)
     return Loaded(model, aliases, mutable, program)
-
-
-def _infer(model: ir.Model, large: weights.Weights) -> ir.Model:
-    """Infer again after inlining: symbols of a callee are not symbols of the caller."""
-    keep = {*model.graph.inputs, *model.graph.outputs}
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        for value in node.outputs:
-            if value not in keep:
-                value.shape = None
-    with weights.detached(model.graph):
-        proto = ir.to_proto(model)
-    proto = onnx.shape_inference.infer_shapes(proto, data_prop=True)
-    inferred = ir.serde.deserialize_model(proto)
-    weights.attach(inferred.graph, large)
-    return inferred

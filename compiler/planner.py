@@ -1,262 +1,378 @@
-"""Loaded model -> steps. Decides order and partition; executes nothing.
+"""Checked flat model -> plan: puts the decisions of the modules beside this one together.
 
-Program order is kept: a read of version k stands after write k and before write k + 1 without any edge.
-Values live in numbered slots, so that names of inlined functions and of bodies cannot collide.
+``flat`` has inlined and named, ``partition`` orders, ``fixed`` and ``lifetimes`` say whose bytes a
+value is, and ``subsession`` builds the models of the library. Here values get their slots, nodes
+become steps, and what copies or falls back is listed.
 """
+
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
+from types import MappingProxyType
+from typing import Any
 
-import numpy as np
-import onnx
 import onnx_ir as ir
 
-from onnx_inplace.compiler import contract, loader
+from onnx_inplace.compiler import (
+    contract,
+    fixed,
+    flat,
+    integrity,
+    lifetimes,
+    listing,
+    loader,
+    partition,
+    subsession,
+)
+from onnx_inplace.compiler.contract import OutputAlias
+from onnx_inplace.compiler.steps import (
+    Block,
+    Branch,
+    ExecutionPlan,
+    Input,
+    Kernel,
+    MustAlias,
+    Output,
+    Repeat,
+    Scanned,
+    ScanStep,
+    Shape,
+    Stacked,
+    Step,
+    Storage,
+    Value,
+    View,
+    WriteAfterRead,
+)
 
 
-@dataclasses.dataclass
-class Standard:
-    """A maximal run of ordinary nodes: one onnxruntime sub-session."""
+def plan(source: loader.Source) -> ExecutionPlan:
+    """What a run of the model does, in steps; see ``steps.ExecutionPlan``.
 
-    model: bytes
-    inputs: list[tuple[str, int]]
-    outputs: list[tuple[str, int]]
-
-
-@dataclasses.dataclass
-class Write:
-    """A kernel step; ``cache`` and ``output`` are one storage."""
-
-    op_type: str
-    root: str
-    axis: int
-    cache: int
-    values: int
-    position: int
-    output: int
+    Raises:
+        errors.ContractError: the file does not keep its contract.
+        errors.UnsupportedOperator: the type of a value cannot be found.
+    """
+    return _Planner(loader.load(source)).run()
 
 
-@dataclasses.dataclass
-class Read:
-    """A kernel step that reads caches and makes a new value."""
+@dataclasses.dataclass(frozen=True)
+class _Ordered:
+    """A graph whose nodes are ordered; ``bodies`` by node, in order of its attributes."""
 
-    op_type: str
-    inputs: list[int | None]
-    output: int
-    attributes: dict[str, object]
-
-
-@dataclasses.dataclass
-class Forward:
-    """The output is the input: Identity of a root."""
-
-    source: int
-    output: int
-
-
-@dataclasses.dataclass
-class Branch:
-    """If whose branches touch a root."""
-
-    condition: int
-    bodies: list[Block]
-    outputs: list[int]
-
-
-@dataclasses.dataclass
-class Repeat:
-    """Loop whose body touches a root."""
-
-    count: int | None
-    condition: int | None
-    initial: list[int]
-    formals: list[int]
-    body: Block
-    outputs: list[int]
-    stacked: list[int]
-
-
-@dataclasses.dataclass
-class Block:
-    """Steps in program order; ``outputs`` are slots."""
-
-    steps: list
-    outputs: list[int]
-
-
-@dataclasses.dataclass
-class Plan:
-    """What a session executes."""
-
-    slots: int
-    constants: dict[int, object]
-    inputs: list[ir.Value]
-    outputs: list[tuple[str, str | None]]  # (name, root)
-    mutable: list[str]
-    block: Block
-    slot: dict[ir.Value, int]
-
-
-def plan(loaded: loader.Loaded) -> Plan:
-    """Partition the model."""
-    return _Planner(loaded).run()
-
-
-def writes(node: ir.Node, aliases) -> bool:
-    """Whether a node is a write in place."""
-    key = (node.domain, node.op_type)
-    return key in contract.WRITES or key in contract.MAY_WRITE and node.outputs[0] in aliases.root
-
-
-def inner_graphs(node: ir.Node):
-    return [a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH]
-
-
-def captures(node: ir.Node) -> list[ir.Value]:
-    """Values a node needs: its inputs and what its bodies take from outside."""
-    needed = [v for v in node.inputs if v is not None]
-    for graph in inner_graphs(node):
-        inside = set(graph.inputs) | set(graph.initializers.values())
-        for inner in graph:
-            needed += [v for v in captures(inner) if v not in inside]
-            inside.update(inner.outputs)
-        needed += [v for v in graph.outputs if v not in inside]
-        needed = [v for v in needed if v not in inside]
-    return list(dict.fromkeys(needed))
+    graph: ir.Graph
+    order: partition.Order
+    bodies: dict[ir.Node, tuple[_Ordered, ...]]
 
 
 class _Planner:
     def __init__(self, loaded: loader.Loaded):
-        self.model, self.aliases, self.mutable = loaded.model, loaded.aliases, loaded.mutable
-        self.slot: dict[ir.Value, int] = {}
-        self.constants: dict[int, object] = {}
-        self.constant_nodes: dict[ir.Value, ir.Node] = {}
+        self.model = loaded.model
+        self.graph = loaded.model.graph
+        self.aliases = loaded.aliases
+        self.mutable = list(loaded.mutable)
+        self.facts = partition.Facts(loaded.aliases, loaded.mutable)
+        self.fixed = fixed.FixedShapes(self.graph)
+        self.escaping = lifetimes.escaping(self.graph, self.facts)
+        self.slots: dict[ir.Value, int] = {}
+        self.outside: set[ir.Value] = set()  # initializers that steps other than sub-sessions read
+        self.used: dict[ir.Value, int] = {}  # sub-sessions by initializer
+        self.from_sessions: set[ir.Value] = set()
+        self.orders: list[partition.Order] = []
 
-    def run(self) -> Plan:
-        graph = self.model.graph
-        names = [v.name for v in graph.inputs], [v.name for v in graph.outputs]
-        self.unique(graph, set())
+    def run(self) -> ExecutionPlan:
+        """The plan, in two passes: a weight is shared or not only when all steps are known."""
+        graph = self.graph
         for value in graph.inputs:
-            self.number(value)
-        for value in graph.initializers.values():
-            self.constants[self.number(value)] = value.const_value.numpy()
-        block = self.block(graph)
-        outputs = [(name, self.aliases.root[v].name if v in self.aliases.root else None)
-                   for name, v in zip(names[1], graph.outputs)]
-        return Plan(len(self.slot), self.constants, list(graph.inputs), outputs, [v.name for v in self.mutable], block, self.slot)
+            self.slot(value)
+        ordered = self.order(graph)
+        self.outside.update(v for v in graph.outputs if v.is_initializer())
+        self.shared = frozenset(
+            v for v, count in self.used.items() if count > 1 or v in self.outside
+        )
+        block = self.block(ordered)
+        values = tuple(self.describe(v) for v in self.slots)
+        nodes = list(graph.all_nodes())
+        return ExecutionPlan(
+            values=values,
+            constants=MappingProxyType(
+                {
+                    self.slots[v]: v.const_value
+                    for v in self.slots
+                    if v.is_initializer() and v.const_value is not None
+                }
+            ),
+            inputs=tuple(
+                Input(v.name or "", self.slots[v], v in self.mutable) for v in graph.inputs
+            ),
+            outputs=tuple(
+                Output(v.name or "", slot, self.root(v))
+                for v, slot in zip(graph.outputs, block.outputs, strict=True)
+            ),
+            block=block,
+            must_alias=tuple(
+                MustAlias(v.slot, v.root) for v in values if v.root not in (None, v.name)
+            ),
+            inplace_reuse=frozenset(v.slot for v in values if v.storage is Storage.BUFFER),
+            write_after_read=tuple(
+                WriteAfterRead(c.root.name or "", _result(c.reader), _result(c.writer))
+                for order in self.orders
+                for c in order.conflicts
+            ),
+            copies=listing.copies(nodes, self.facts),
+            fallbacks=listing.fallbacks(nodes, self.facts),
+            conditions=listing.conditions(nodes, self.facts),
+        )
 
-    def unique(self, graph: ir.Graph, taken: set[str]) -> None:
-        """Sibling bodies may use one name twice; sub-sessions must not."""
-        for value in (*graph.inputs, *(v for n in graph for v in n.outputs)):
-            name, k = value.name or "value", 0
-            while name in taken:
-                k += 1
-                name = f"{value.name}.{k}"
-            value.name = name
-            taken.add(name)
-        for node in graph:
-            for inner in inner_graphs(node):
-                self.unique(inner, taken)
+    # -- first pass: order and use of weights
 
-    def number(self, value: ir.Value) -> int:
-        return self.slot.setdefault(value, len(self.slot))
-
-    def block(self, graph: ir.Graph) -> Block:
-        """Steps of one graph.
-
-        Special steps keep program order. An ordinary node joins the earliest run that its data allows. That never
-        moves a read past a write: a read of version k waits for write k through its data, and only moves forward.
-        """
-        special: list = []
-        runs: list[list[ir.Node]] = [[]]  # runs[k] stands before special[k]
-        level: dict[ir.Value, int] = {}
-        for node in self.alive(graph):
-            if node.domain == "" and node.op_type == "Constant" and {"value", "value_int"} & set(node.attributes):
-                self.constant_nodes[node.outputs[0]] = node
-                self.constants[self.number(node.outputs[0])] = _constant(node)
+    def order(self, graph: ir.Graph) -> _Ordered:
+        order = partition.order(graph, self.facts)
+        self.orders.append(order)
+        bodies = {}
+        for batch in order.batches:
+            if isinstance(batch, tuple):
+                for value in subsession.inputs(batch):
+                    if value.is_initializer():
+                        self.used[value] = self.used.get(value, 0) + 1
                 continue
-            build = self.special(node)
-            if build is None:
-                k = max((level.get(v, 0) for v in captures(node)), default=0)
-                runs[k].append(node)
+            inner = flat.inner_graphs(batch)
+            self.outside.update(v for v in batch.inputs if v is not None and v.is_initializer())
+            self.outside.update(v for g in inner for v in g.outputs if v.is_initializer())
+            bodies[batch] = tuple(self.order(g) for g in inner)
+        return _Ordered(graph, order, bodies)
+
+    # -- second pass: steps
+
+    def block(self, ordered: _Ordered) -> Block:
+        steps: list[Step] = []
+        wanted = self.wanted(ordered)
+        for batch in ordered.order.batches:
+            if isinstance(batch, tuple):
+                steps.append(self.sub_session(batch, wanted))
             else:
-                special.append((node, build))
-                runs.append([])
-                k = len(special)
-            level.update((v, k) for v in node.outputs)
-        needed = set(graph.outputs)
-        steps: list = []
-        for k in range(len(special), -1, -1):
-            if k < len(special):
-                node, build = special[k]
-                needed.update(captures(node))
-                steps.append(build())
-            if runs[k]:
-                steps.append(self.standard(runs[k], needed))
-                needed.update(v for node in runs[k] for v in captures(node))
-        return Block(steps[::-1], [self.number(v) for v in graph.outputs])
+                steps.append(self.special(batch, ordered.bodies[batch]))
+        outputs = tuple(self.slot(v) for v in ordered.graph.outputs)
+        return Block(tuple(steps), outputs, MappingProxyType(lifetimes.lifetimes(steps, outputs)))
 
-    def alive(self, graph: ir.Graph) -> list[ir.Node]:
-        """Nodes that matter. A write always does."""
-        needed, found = set(graph.outputs), []
-        for node in reversed(graph):
-            if any(v in needed or v in self.aliases.root for v in node.outputs):
-                needed.update(captures(node))
-                found.append(node)
-        return found[::-1]
+    def wanted(self, ordered: _Ordered) -> set[ir.Value]:
+        """Values that leave the batch that makes them."""
+        wanted = set(ordered.graph.outputs)
+        for batch in ordered.order.batches:
+            nodes = batch if isinstance(batch, tuple) else (batch,)
+            wanted.update(subsession.inputs(nodes))
+        return wanted
 
-    def special(self, node: ir.Node):
-        root = next((self.aliases.root[v] for v in node.outputs if v in self.aliases.root), None)
-        if writes(node, self.aliases):
-            axis = node.attributes["axis"].as_int() if "axis" in node.attributes else -2
-            return lambda: Write(node.op_type, root.name, axis, *(self.number(v) for v in (*node.inputs, *node.outputs)))
-        if (node.domain, node.op_type) in contract.FORWARDS and root is not None:
-            return lambda: Forward(self.number(node.inputs[0]), self.number(node.outputs[0]))
-        if (node.domain, node.op_type) in contract.READS and any(v in self.aliases.root for v in node.inputs):
-            attributes = {a.name: a.value for a in node.attributes.values()}
-            return lambda: Read(node.op_type, [None if v is None else self.number(v) for v in node.inputs], self.number(node.outputs[0]), attributes)
-        if node not in self.aliases.stateful:
-            return None
-        if node.op_type == "If":
-            return lambda: Branch(self.number(node.inputs[0]), [self.block(node.attributes[a].as_graph()) for a in ("then_branch", "else_branch")],
-                                  [self.number(v) for v in node.outputs])
-        if node.op_type == "Loop":
-            return lambda: self.repeat(node)
-        raise NotImplementedError(f"{node.op_type} on a mutable value")
+    def sub_session(self, nodes: tuple[ir.Node, ...], wanted: set[ir.Value]) -> Step:
+        results = [v for node in nodes for v in node.outputs if v in wanted]
+        entering = [v for v in subsession.inputs(nodes) if not v.is_initializer()]
+        for value in (*entering, *results):
+            self.slot(value)
+        self.from_sessions.update(results)
+        return subsession.build(nodes, results, self.model, self.slots, self.shared)
 
-    def repeat(self, node: ir.Node) -> Repeat:
-        body = node.attributes["body"].as_graph()
-        n = len(node.inputs) - 2
-        optional = [None if v is None else self.number(v) for v in node.inputs[:2]]
-        formals = [self.number(v) for v in body.inputs]
-        return Repeat(*optional, [self.number(v) for v in node.inputs[2:]], formals, self.block(body),
-                      [self.number(v) for v in node.outputs[:n]], [self.number(v) for v in node.outputs[n:]])
+    def special(self, node: ir.Node, bodies: tuple[_Ordered, ...]) -> Step:
+        if node.op_type == "If" and bodies:
+            return self.branch(node, *bodies)
+        if node.op_type == "Loop" and bodies:
+            return self.repeat(node, *bodies)
+        if node.op_type == "Scan" and bodies:
+            return self.scan(node, *bodies)
+        return self.view(node) if self.facts.is_view(node) else self.kernel(node)
 
-    def standard(self, nodes: list[ir.Node], needed: set[ir.Value]) -> Standard:
-        made = dict.fromkeys(v for n in nodes for v in n.outputs)
-        taken = dict.fromkeys(v for n in nodes for v in captures(n) if v not in made)
-        results = [v for v in made if v in needed]
-        constants = [self.constant_nodes[v] for v in taken if v in self.constant_nodes]
-        weights = [v for v in taken if v.is_initializer()]
-        inputs = [v for v in taken if v not in self.constant_nodes and not v.is_initializer()]
-        graph = onnx.helper.make_graph(
-            [ir.to_proto(n) for n in (*constants, *nodes)], "run",
-            [_info(v) for v in inputs], [_info(v) for v in results],
-            initializer=[ir.to_proto(v.const_value) for v in weights])
-        imports = [onnx.helper.make_opsetid(d, v) for d, v in self.model.opset_imports.items() if d in {n.domain for n in nodes} | {""}]
-        model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=11)
-        return Standard(model.SerializeToString(), [(v.name, self.number(v)) for v in inputs], [(v.name, self.number(v)) for v in results])
+    def view(self, node: ir.Node) -> View:
+        source, output = node.inputs[0], node.outputs[0]
+        assert source is not None
+        parameter = node.inputs[1] if len(node.inputs) > 1 else None
+        root = self.root(output)
+        assert root is not None
+        return View(
+            node.op_type,
+            self.slot(source),
+            self.optional(parameter),
+            self.slot(output),
+            _attributes(node),
+            root,
+            integrity.source(node),
+        )
+
+    def kernel(self, node: ir.Node) -> Kernel:
+        rule = contract.rule(node)
+        declared: Iterable[OutputAlias] = self.aliases.node.get(node, ())
+        if rule is not None:
+            declared = rule.aliases
+        aliases = tuple(
+            a
+            for a in declared
+            if a.output_index < len(node.outputs)
+            and node.outputs[a.output_index] in self.facts.roots
+        )
+        inputs = tuple(self.optional(v) for v in node.inputs)
+        outputs = tuple(self.optional(v if v.name else None) for v in node.outputs)
+        named = {v for v in (*node.inputs, *node.outputs) if v is not None and v in self.slots}
+        return Kernel(
+            node.domain,
+            node.op_type,
+            self.model.opset_imports.get(node.domain, 1),
+            inputs,
+            outputs,
+            _attributes(node),
+            aliases,
+            MappingProxyType(
+                {a.output_index: self.root(node.outputs[a.output_index]) or "" for a in aliases}
+            ),
+            MappingProxyType({self.slots[v]: self.describe(v) for v in named}),
+            integrity.source(node),
+        )
+
+    def branch(self, node: ir.Node, *bodies: _Ordered) -> Branch:
+        condition = node.inputs[0]
+        assert condition is not None
+        by_graph = {body.graph: body for body in bodies}
+        then, otherwise = (
+            self.block(by_graph[node.attributes[name].as_graph()])
+            for name in ("then_branch", "else_branch")
+        )
+        return Branch(
+            self.slot(condition),
+            then,
+            otherwise,
+            self.all(node.outputs),
+            self.roots(node.outputs),
+            integrity.source(node),
+        )
+
+    def repeat(self, node: ir.Node, ordered: _Ordered) -> Repeat:
+        body = ordered.graph
+        carried = len(body.inputs) - 2
+        number, going, *formals = self.all(body.inputs)
+        return Repeat(
+            self.optional(node.inputs[0]),
+            self.optional(node.inputs[1] if len(node.inputs) > 1 else None),
+            self.all(node.inputs[2:]),
+            number,
+            going,
+            tuple(formals),
+            self.block(ordered),
+            self.all(node.outputs[:carried]),
+            tuple(
+                self.stacked(whole, element)
+                for whole, element in zip(
+                    node.outputs[carried:], body.outputs[1 + carried :], strict=True
+                )
+            ),
+            self.roots(node.outputs[:carried]),
+            integrity.source(node),
+        )
+
+    def scan(self, node: ir.Node, ordered: _Ordered) -> ScanStep:
+        body = ordered.graph
+        carried = len(node.inputs) - node.attributes["num_scan_inputs"].as_int()
+        formals = self.all(body.inputs)
+        scanned = self.all(node.inputs[carried:])
+        taken = _directions(node, "input", len(scanned))
+        made = _directions(node, "output", len(node.outputs) - carried)
+        return ScanStep(
+            self.all(node.inputs[:carried]),
+            tuple(Scanned(s, *how) for s, how in zip(scanned, taken, strict=True)),
+            formals[:carried],
+            formals[carried:],
+            self.block(ordered),
+            self.all(node.outputs[:carried]),
+            tuple(
+                self.stacked(whole, element, *how)
+                for whole, element, how in zip(
+                    node.outputs[carried:], body.outputs[carried:], made, strict=True
+                )
+            ),
+            self.roots(node.outputs[:carried]),
+            integrity.source(node),
+        )
+
+    def stacked(
+        self, whole: ir.Value, element: ir.Value, axis: int = 0, reverse: bool = False
+    ) -> Stacked:
+        known = element if element.dtype is not None else whole
+        return Stacked(self.slot(whole), axis, reverse, known.dtype, _shape(element))
+
+    # -- values
+
+    def slot(self, value: ir.Value) -> int:
+        return self.slots.setdefault(value, len(self.slots))
+
+    def optional(self, value: ir.Value | None) -> int | None:
+        return None if value is None else self.slot(value)
+
+    def all(self, values: Iterable[ir.Value | None]) -> tuple[int, ...]:
+        found = []
+        for value in values:
+            assert value is not None
+            found.append(self.slot(value))
+        return tuple(found)
+
+    def root(self, value: ir.Value) -> str | None:
+        root = self.facts.roots.get(value)
+        return None if root is None else root.name
+
+    def roots(self, values: Iterable[ir.Value]) -> MappingProxyType[int, str]:
+        named = {k: self.root(v) for k, v in enumerate(values)}
+        return MappingProxyType({k: root for k, root in named.items() if root is not None})
+
+    def describe(self, value: ir.Value) -> Value:
+        is_tensor = isinstance(value.type, ir.TensorType)
+        return Value(
+            self.slots[value],
+            value.name or "",
+            value.dtype if is_tensor else None,
+            _shape(value),
+            self.root(value),
+            self.storage(value),
+            is_tensor and value in self.fixed,
+        )
+
+    def storage(self, value: ir.Value) -> Storage:
+        if value in self.facts.roots or (value.is_graph_input() and value.graph is self.graph):
+            return Storage.CALLER
+        if value.is_initializer():
+            return Storage.CONSTANT
+        if (
+            value in self.from_sessions
+            and value in self.fixed
+            and value not in self.escaping
+            and isinstance(value.type, ir.TensorType)
+        ):
+            return Storage.BUFFER
+        return Storage.FRESH
 
 
-def _info(value: ir.Value) -> onnx.ValueInfoProto:
-    info = ir.to_proto(value)
-    if value.type is None:
-        raise RuntimeError(f"the type of `{value.name}` is not known")
-    info.ClearField("metadata_props")
-    return info
+def _directions(node: ir.Node, what: str, count: int) -> list[tuple[int, bool]]:
+    """Axis and whether it runs backward, for each scanned input or stacked output."""
+    axes = node.attributes.get(f"scan_{what}_axes")
+    directions = node.attributes.get(f"scan_{what}_directions")
+    return [
+        (
+            axes.as_ints()[k] if axes is not None else 0,
+            bool(directions.as_ints()[k]) if directions is not None else False,
+        )
+        for k in range(count)
+    ]
 
 
-def _constant(node: ir.Node) -> np.ndarray:
-    if "value" in node.attributes:
-        return node.attributes["value"].as_tensor().numpy()
-    return np.asarray(node.attributes["value_int"].as_int(), np.int64)
+def _shape(value: ir.Value) -> Shape | None:
+    if value.shape is None:
+        return None
+    return tuple(d if isinstance(d, int) else d.value for d in value.shape)
+
+
+def _attributes(node: ir.Node) -> MappingProxyType[str, Any]:
+    return MappingProxyType(
+        {
+            a.name: a.as_tensor().numpy() if a.type == ir.AttributeType.TENSOR else a.value
+            for a in node.attributes.values()
+        }
+    )
+
+
+def _result(node: ir.Node) -> str:
+    return node.outputs[0].name or ""

@@ -173,6 +173,34 @@ class Branch:
     location: Location | None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scanned:
+    """A sequence that a Scan takes apart along ``axis``, from its end if ``reverse``."""
+
+    slot: int
+    axis: int
+    reverse: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stacked:
+    """What a Loop or Scan puts together from one element of each round.
+
+    Attributes:
+        slot: of the whole.
+        axis: of the whole, along which the elements stand.
+        reverse: whether the first element stands at the end.
+        dtype: of the elements; None where it is not known.
+        shape: of an element, as far as it is known; without any round nothing else tells.
+    """
+
+    slot: int
+    axis: int
+    reverse: bool
+    dtype: ir.DataType | None
+    shape: Shape | None
+
+
 @dataclasses.dataclass(frozen=True)
 class Repeat:
     """A Loop that the plan executes.
@@ -186,7 +214,7 @@ class Repeat:
         carried: slots that the body reads carried values from.
         body: its outputs are the next condition, the carried values, then what is stacked.
         outputs: slots of the final carried values.
-        stacked: slots of the stacked outputs.
+        stacked: outputs with one element of each round.
         roots: name of the root, by index of the carried value.
         location: the author's line, where it is known.
     """
@@ -199,17 +227,9 @@ class Repeat:
     carried: tuple[int, ...]
     body: Block
     outputs: tuple[int, ...]
-    stacked: tuple[Value, ...]
+    stacked: tuple[Stacked, ...]
     roots: Mapping[int, str]
     location: Location | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Scanned:
-    """A sequence that a Scan takes apart or puts together: which axis, and whether from the end."""
-
-    axis: int
-    reverse: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,27 +238,23 @@ class ScanStep:
 
     Attributes:
         initial: slots of the initial carried values.
-        scanned: slots of the inputs that are taken apart.
-        taken: how, one for each of ``scanned``.
+        scanned: inputs that are taken apart.
         carried: slots that the body reads carried values from.
         elements: slots that the body reads one element of each of ``scanned`` from.
         body: its outputs are the carried values, then what is stacked.
         outputs: slots of the final carried values.
-        stacked: slots of the stacked outputs.
-        stacking: how, one for each of ``stacked``.
+        stacked: outputs with one element of each round.
         roots: name of the root, by index of the carried value.
         location: the author's line, where it is known.
     """
 
     initial: tuple[int, ...]
-    scanned: tuple[int, ...]
-    taken: tuple[Scanned, ...]
+    scanned: tuple[Scanned, ...]
     carried: tuple[int, ...]
     elements: tuple[int, ...]
     body: Block
     outputs: tuple[int, ...]
-    stacked: tuple[Value, ...]
-    stacking: tuple[Scanned, ...]
+    stacked: tuple[Stacked, ...]
     roots: Mapping[int, str]
     location: Location | None
 
@@ -249,15 +265,15 @@ Step: TypeAlias = "SubSession | Kernel | View | Branch | Repeat | ScanStep"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copied:
-    """A value that a step copies out of a root. ``value`` is its name."""
+    """A value that a step copies out of a root, or that ``Copy`` makes of any other value."""
 
     value: str
-    root: str
+    root: str | None
     reason: str
     location: Location | None
 
     def __str__(self) -> str:
-        return f"`{self.value}` is a copy of `{self.root}`: {self.reason}"
+        return f"`{self.value}` is a copy of `{self.root or 'a value'}`: {self.reason}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

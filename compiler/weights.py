@@ -34,12 +34,12 @@ class WeightsError(ValueError):
 
 
 @contextlib.contextmanager
-def detached(graph: ir.Graph) -> Iterator[dict[str, ir.TensorProtocol]]:
-    """Within the block large initializers are references; yields their data."""
+def detached(graph: ir.Graph, size: int = LARGE) -> Iterator[dict[str, ir.TensorProtocol]]:
+    """Within the block initializers of ``size`` bytes and more are references; yields the data."""
     taken: dict[str, ir.TensorProtocol] = {}
     for name, value in graph.initializers.items():
         tensor = value.const_value
-        if tensor is not None and tensor.dtype != ir.DataType.STRING and tensor.nbytes >= LARGE:
+        if tensor is not None and tensor.dtype != ir.DataType.STRING and tensor.nbytes >= size:
             taken[name] = tensor
             value.const_value = ir.ExternalTensor(
                 "",

@@ -2,39 +2,77 @@
 
 from __future__ import annotations
 
-import dataclasses
-import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, overload
 
 from onnx_inplace.compiler import program
-from onnx_inplace.dsl import ops, trace
+from onnx_inplace.dsl import calls, places, trace
+from onnx_inplace.dsl.recorder import Kind
+
+F = Callable[..., Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Function:
-    """A function that models and other functions may call."""
+@overload
+def model(f: F, /) -> program.Program: ...
+@overload
+def model(
+    *, opset: int | None = None, name: str | None = None
+) -> Callable[[F], program.Program]: ...
+def model(
+    f: F | None = None, /, *, opset: int | None = None, name: str | None = None
+) -> program.Program | Callable[[F], program.Program]:
+    """Compile a function to a program, where the decorator stands.
 
-    name: str
-    checked: program.CheckedFunction
+    Args:
+        f: the function; without it, a decorator is returned.
+        opset: version of ONNX's operators, 25 unless operators of ``dsl.opset(n)`` are used.
+        name: of the graph, else the function's.
 
-    @property
-    def declaration(self) -> program.Declaration:
-        """What was recorded."""
-        return self.checked.declaration
+    Raises:
+        ContractError: all faults of the function, each at its line.
+    """
+    namespace = places.user_frame().f_locals
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Record a call."""
-        return trace.recorder().call(self, args, kwargs)
+    def compiled(f: F) -> program.Program:
+        subject = trace.Subject.of(f, namespace)
+        recorded = trace.record(subject, Kind.MODEL, name or f.__name__, "model", opset, {})
+        return program.build(recorded.declaration)
 
-
-def function(f: Callable[..., Any]) -> Function:
-    """Compile ``f`` to a FunctionProto."""
-    declaration = trace.translate(f, "local", ops.OPSET, sys._getframe(1).f_locals)
-    return Function(f.__name__, program.check_function(declaration))
+    return compiled if f is None else compiled(f)
 
 
-def model(f: Callable[..., Any]) -> program.Program:
-    """Compile ``f`` to a graph; errors come where the decorator stands."""
-    declaration = trace.translate(f, "model", ops.OPSET, sys._getframe(1).f_locals)
-    return program.build(declaration)
+@overload
+def function(f: F, /) -> calls.Function: ...
+@overload
+def function(
+    *, domain: str = "local", opset: int | None = None
+) -> Callable[[F], calls.Function]: ...
+def function(
+    f: F | None = None, /, *, domain: str = "local", opset: int | None = None
+) -> calls.Function | Callable[[F], calls.Function]:
+    """Compile a function to a FunctionProto that models and other functions call.
+
+    Parameters that are annotated as tensors become inputs; all others take Python values, and each set of values that
+    is called makes a function of its own.
+
+    Args:
+        f: the function; without it, a decorator is returned.
+        domain: of the FunctionProto.
+        opset: version of ONNX's operators in its body.
+
+    Raises:
+        ContractError: all faults of the function, each at its line.
+    """
+    namespace = places.user_frame().f_locals
+
+    def compiled(f: F) -> calls.Function:
+        subject = trace.Subject.of(f, namespace)
+
+        def record(values: Mapping[str, Any], name: str) -> calls.Recorded:
+            recorded = trace.record(subject, Kind.FUNCTION, name, domain, opset, values)
+            program.check_function(recorded.declaration)
+            return recorded
+
+        return calls.Function(f, subject.signature, subject.attributes(), record)
+
+    return compiled if f is None else compiled(f)

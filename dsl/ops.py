@@ -1,10 +1,76 @@
-"""``op``: ONNX operators. ``kv``: cache operators."""
-from onnxscript import onnx_opset
-from onnxscript.values import Opset
+"""``op``: ONNX's operators. ``kv``: cache operators. ``domain``, ``opset``: those of others."""
 
-from onnx_inplace.compiler import operators
-from onnx_inplace.dsl.trace import Operators
+from __future__ import annotations
 
-OPSET = getattr(onnx_opset, f"opset{operators.OPSET}")
-op = Operators(OPSET)
-kv = Operators(Opset(operators.DOMAIN, 1))
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnx_ir as ir
+from onnxscript.onnx_types import TensorType
+
+from onnx_inplace.compiler import contract, operators
+from onnx_inplace.dsl import annotations, recorder, tensor
+from onnx_inplace.dsl.signatures import Operator, signature
+
+__all__ = ["Operators", "domain", "kv", "op", "opset"]
+
+_CONTROL = ("If", "Loop", "Scan")
+
+
+class Operators:
+    """``op.X(inputs..., attribute=...)`` records operator X of a domain.
+
+    Inputs are tensors, Python numbers, lists of numbers, arrays, or None for one that is left out; they may be
+    named as in the schema. Attributes are given by name. ``_outputs`` says how many outputs are wanted where the
+    schema leaves it open or there is none: a number, or their types (``[FLOAT["n", 4], INT64[()]]``).
+    """
+
+    def __init__(self, domain: str, version: int | None) -> None:
+        self._domain, self._version = domain, version
+
+    def __repr__(self) -> str:
+        return f"Operators({self._domain!r}, {self._version})"
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """The operator of that name."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        domain, version = self._domain, self._version
+        r = recorder.current()
+        if domain == "" and name in _CONTROL:
+            r.stop(
+                f"write Python's if, for, while instead of op.{name} (for Scan: `for x in scan(xs)`)."
+            )
+        if domain in ("", contract.DOMAIN) and not signature(domain, name, version or r.opset):
+            r.stop(
+                f"there is no operator {name} in {domain or 'ONNX'}, opset {version or r.opset}."
+            )
+
+        def record(
+            *inputs: Any,
+            _outputs: int | Sequence[type[TensorType]] | None = None,
+            **attributes: Any,
+        ) -> Any:
+            types: list[tuple[ir.TypeProtocol | None, ir.Shape | None]] = []
+            if _outputs is not None and not isinstance(_outputs, int):
+                types = [annotations.type_and_shape(t) for t in _outputs]
+                _outputs = len(types)
+            operator = Operator(domain, name, version)
+            return tensor.call(operator, inputs, attributes, _outputs, types)
+
+        record.__name__ = name
+        return record
+
+
+def opset(version: int) -> Operators:
+    """ONNX's operators of one version; the model that uses them has that version."""
+    return Operators("", version)
+
+
+def domain(name: str, version: int = 1) -> Operators:
+    """The operators of another domain: ``domain("com.microsoft")``."""
+    return opset(version) if name in ("", "ai.onnx") else Operators(name, version)
+
+
+op = Operators("", None)  # of the opset that the model has: 25, or what its decorator says
+kv = Operators(operators.DOMAIN, operators.VERSION)

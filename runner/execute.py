@@ -1,113 +1,249 @@
-"""Runs the steps of a plan on slots. Storage has been checked before."""
+"""A plan becomes closures over slots. Storage and inputs have been checked before.
+
+Three layers, by what they belong to: an ``Engine`` (one per session: loaded sub-sessions and kernels, immutable), an
+``Execution`` (one per binding: the caller's storage), and a frame (one per tuple of input dimensions: buffers and
+prepared bindings). A run takes its slots from a frame's template, so nothing of a run outlives it but its outputs.
+"""
+
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
-import numpy as np
-import onnxruntime
-
-from onnx_inplace.compiler import errors, planner, positions, steps
+from onnx_inplace.compiler import errors
+from onnx_inplace.compiler.steps import (
+    Block,
+    Branch,
+    ExecutionPlan,
+    Kernel,
+    Repeat,
+    ScanStep,
+    Step,
+    Storage,
+    SubSession,
+    View,
+)
 from onnx_inplace.numba_kernels.memory import address
-from onnx_inplace.runner import registry
-from onnx_inplace.runner.actions import Settings
+from onnx_inplace.runner import control, library, registry, standard, views
+from onnx_inplace.runner.actions import Action, Array, Settings, Slots
+from onnx_inplace.runner.frames import Frame
 
-Action = Callable[[list], None]
-
-
-def compile_block(block: planner.Block) -> Action:
-    """Make one closure per step; no dispatch is left for run time."""
-    actions = [_COMPILE[type(step)](step) for step in block.steps]
-
-    def act(slots: list) -> None:
-        for action in actions:
-            action(slots)
-
-    return actions[0] if len(actions) == 1 else act
+_FRAMES = 16  # a server sees many lengths of prompts: the least recently used are given up
 
 
-def options() -> onnxruntime.SessionOptions:
-    o = onnxruntime.SessionOptions()
-    o.intra_op_num_threads = o.inter_op_num_threads = 1
-    o.log_severity_level = 3
-    return o
+class Engine:
+    """What all bindings of a session execute."""
+
+    def __init__(self, plan: ExecutionPlan, settings: Settings):
+        """Load sub-sessions and kernels.
+
+        Raises:
+            errors.UnsupportedOperator: a kernel is missing, or does not support a node.
+        """
+        self.plan = plan
+        # kernels first: they refuse at once, sub-sessions take their time
+        steps = list(_all_steps(plan.block))
+        self._kernels = {
+            id(s): registry.compile_step(s, settings) for s in steps if isinstance(s, Kernel)
+        }
+        loader = library.Library(settings.threads)
+        self._sub_sessions = {
+            id(s): standard.SubSessionRunner(s, plan, loader)
+            for s in steps
+            if isinstance(s, SubSession)
+        }
+        self._constants = {slot: _read_only(t.numpy()) for slot, t in plan.constants.items()}
+
+    @property
+    def constants(self) -> Mapping[int, Array]:
+        """Arrays that steps read and nobody writes, by slot."""
+        return MappingProxyType(self._constants)
+
+    def open(self, roots: Mapping[str, Array]) -> Execution:
+        """An execution on the caller's storage."""
+        return Execution(self, roots)
+
+    def build(self, frame: Frame) -> Action:
+        """The closures of a frame, prepared as far as its shapes are known."""
+        return _Builder(self, frame).block(self.plan.block)
+
+    def step(self, step: Step, block: Block, frame: Frame, builder: _Builder) -> Action:
+        match step:
+            case SubSession():
+                return self._sub_sessions[id(step)].action(frame, block)
+            case Kernel():
+                return self._kernels[id(step)]
+            case View():
+                return views.action(step)
+            case Branch():
+                return control.branch(step, builder.block)
+            case Repeat():
+                return control.repeat(step, builder.block, frame.dims)
+            case ScanStep():
+                return control.scan(step, builder.block, frame.dims)
 
 
-def _standard(step: planner.Standard) -> Action:
-    session = onnxruntime.InferenceSession(step.model, options(), providers=["CPUExecutionProvider"])
-    run, inputs, outputs = session._sess.run, step.inputs, step.outputs
-    names = [name for name, _ in outputs]
-    places = [slot for _, slot in outputs]
+class Execution:
+    """The runs on one caller's storage. Not thread-safe: the binding lets one run at a time."""
 
-    def act(slots: list) -> None:
-        for place, value in zip(places, run(names, {name: slots[slot] for name, slot in inputs}, None)):
-            slots[place] = value
+    def __init__(self, engine: Engine, roots: Mapping[str, Array]):
+        self._engine, self._roots = engine, roots
+        self._frames: OrderedDict[tuple[tuple[int, ...], ...], Run] = OrderedDict()
+
+    def run(self, shapes: tuple[tuple[int, ...], ...]) -> Run:
+        """What runs with ordinary inputs of these shapes, in order of the graph."""
+        found = self._frames.get(shapes)
+        if found is not None:
+            self._frames.move_to_end(shapes)
+            return found
+        while len(self._frames) >= _FRAMES:
+            self._frames.popitem(last=False)
+        found = self._frames[shapes] = Run(self._engine, self._frame(shapes))
+        return found
+
+    def _frame(self, shapes: tuple[tuple[int, ...], ...]) -> Frame:
+        plan = self._engine.plan
+        template: Slots = [None] * plan.slots
+        for slot, array in self._engine.constants.items():
+            template[slot] = array
+        given = iter(shapes)
+        dims: dict[str, int] = {}
+        for i in plan.inputs:
+            if i.mutable:
+                template[i.slot] = self._roots[i.name]
+            shape = self._roots[i.name].shape if i.mutable else next(given)
+            dims.update(
+                (d, size)
+                for d, size in zip(plan.values[i.slot].shape or (), shape, strict=False)
+                if isinstance(d, str)
+            )
+        return Frame(plan, self._roots, dims, template)
+
+
+class Run:
+    """The closures of a frame. The first run notes shapes, the second prepares buffers for them."""
+
+    def __init__(self, engine: Engine, frame: Frame):
+        self._engine, self.frame = engine, frame
+        self._act = engine.build(frame)
+
+    def slots(self) -> Slots:
+        """Slots for a run: fill in the ordinary inputs, then call."""
+        if self.frame.stale:
+            self.frame.stale = False
+            self._act = self._engine.build(self.frame)
+        return self.frame.template.copy()
+
+    def __call__(self, slots: Slots) -> None:
+        """Execute the plan."""
+        self._act(slots)
+
+
+class _Builder:
+    """Closures for the blocks of one frame."""
+
+    def __init__(self, engine: Engine, frame: Frame):
+        self._engine, self._frame = engine, frame
+
+    def block(self, block: Block) -> Action:
+        actions = []
+        ends = _ends(block, self._engine.plan, self._frame)
+        for index, step in enumerate(block.steps):
+            action = self._engine.step(step, block, self._frame, self)
+            actions.append(self._guarded(action, step))
+            if index in ends:
+                actions.append(_release(ends[index]))
+        if len(actions) == 1:
+            return actions[0]
+        sequence = tuple(actions)
+
+        def act(slots: Slots) -> None:
+            for action in sequence:
+                action(slots)
+
+        return act
+
+    def _guarded(self, action: Action, step: Step) -> Action:
+        """Compare where a must-alias step wrote with where its root is."""
+        outputs = [(slot, root) for slot, root in _aliased(step)]
+        if not outputs:
+            return action
+        if len(outputs) > 1:
+            for slot, root in outputs:
+                action = _guard(action, slot, root, self._frame.roots[root])
+            return action
+        ((slot, root),) = outputs
+        return _guard(action, slot, root, self._frame.roots[root])
+
+
+def _guard(action: Action, slot: int, root: str, array: Array) -> Action:
+    expected = address(array)
+
+    def act(slots: Slots) -> None:
+        action(slots)
+        found = slots[slot]
+        if found is not array and address(found) != expected:
+            raise errors.AliasViolation(
+                f"a step left `{root}` at {address(found):#x}; its storage is at {expected:#x}.",
+                root,
+                expected,
+                address(found),
+            )
 
     return act
 
 
-
-def _write(step: planner.Write) -> Action:
-    domain = "onnx_inplace" if step.op_type == "CacheUpdate" else ""
-    ports = step.cache, step.values, step.position
-    return registry.compile_step(
-        steps.Kernel(domain, step.op_type, 1, ports, (step.output,), {"axis": step.axis}, (), {0: step.root}, {}, None), Settings())
-
-
-def _read(step: planner.Read) -> Action:
-    return registry.compile_step(
-        steps.Kernel("", step.op_type, 24, tuple(step.inputs), (step.output,), step.attributes, (), {}, {}, None), Settings())
-
-
-def _forward(step: planner.Forward) -> Action:
-    def act(slots: list) -> None:
-        slots[step.output] = slots[step.source]
-
-    return act
+def _aliased(step: Step) -> Iterator[tuple[int, str]]:
+    """Slots that a step promises to be a root."""
+    match step:
+        case Kernel() | Branch() | Repeat() | ScanStep():
+            for index, root in step.roots.items():
+                slot = step.outputs[index]
+                if slot is not None:
+                    yield slot, root
+        case View():
+            yield step.output, step.root
 
 
-def _branch(step: planner.Branch) -> Action:
-    bodies = [compile_block(body) for body in step.bodies]
-    results = [list(zip(step.outputs, body.outputs)) for body in step.bodies]
+def _ends(block: Block, plan: ExecutionPlan, frame: Frame) -> dict[int, list[int]]:
+    """Slots to release after a step, by step: values that were made for this run alone.
 
-    def act(slots: list) -> None:
-        k = 0 if slots[step.condition] else 1
-        bodies[k](slots)
-        for target, source in results[k]:
-            slots[target] = slots[source]
+    In the first run of a frame these are all values; later some have buffers, which stay.
+    """
+    ends: dict[int, list[int]] = {}
+    for slot, (_, last) in block.lifetimes.items():
+        storage = plan.values[slot].storage
+        made = storage is Storage.FRESH or (storage is Storage.BUFFER and slot not in frame.shapes)
+        if made and last < len(block.steps):
+            ends.setdefault(last, []).append(slot)
+    return ends
 
-    return act
 
+def _release(slots: Sequence[int]) -> Action:
+    first, rest = slots[0], tuple(slots[1:])
 
-def _repeat(step: planner.Repeat) -> Action:
-    body = compile_block(step.body)
-    n = len(step.initial)
-    number, going, carried = step.formals[0], step.formals[1], step.formals[2:]
-    again, results, stacked = step.body.outputs[0], step.body.outputs[1:1 + n], step.body.outputs[1 + n:]
-
-    def act(slots: list) -> None:
-        count = None if step.count is None else int(slots[step.count])
-        condition = True if step.condition is None else bool(slots[step.condition])
-        state = [slots[s] for s in step.initial]
-        stacks: list[list] = [[] for _ in stacked]
-        i = 0
-        while condition and (count is None or i < count):
-            slots[number], slots[going] = np.asarray(i, np.int64), np.asarray(condition)
-            for formal, value in zip(carried, state):
-                slots[formal] = value
-            body(slots)
-            condition = bool(slots[again])
-            state = [slots[s] for s in results]
-            for stack, s in zip(stacks, stacked):
-                stack.append(slots[s])
-            i += 1
-        for output, value in zip(step.outputs, state):
-            slots[output] = value
-        for output, stack in zip(step.stacked, stacks):
-            slots[output] = np.stack(stack)
+    def act(values: Slots) -> None:
+        values[first] = None
+        for slot in rest:
+            values[slot] = None
 
     return act
 
 
-_COMPILE = {planner.Standard: _standard, planner.Write: _write, planner.Forward: _forward, planner.Read: _read, planner.Branch: _branch, planner.Repeat: _repeat}
+def _all_steps(block: Block) -> Iterator[Step]:
+    for step in block.steps:
+        yield step
+        match step:
+            case Branch():
+                yield from _all_steps(step.then)
+                yield from _all_steps(step.otherwise)
+            case Repeat() | ScanStep():
+                yield from _all_steps(step.body)
 
 
+def _read_only(array: Any) -> Array:
+    view: Array = array.view()
+    view.flags.writeable = False
+    return view

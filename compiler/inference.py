@@ -1,0 +1,121 @@
+"""Types and shapes of a flat graph, by onnx's own inference.
+
+Two things stand between it and our graphs. Weights may not fit into a protobuf: they take part by
+type and shape alone. And operators that onnx does not know would leave everything behind them
+unknown: for inference, and only for it, a node is replaced by standard nodes whose results have
+the same types and shapes (an update of a cache by Identity of the cache).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import onnx
+import onnx_ir as ir
+
+from onnx_inplace.compiler import contract, weights
+
+_PAYLOAD = 1024  # [bytes] smaller weights may be shapes or axes and take part with their values
+_MICROSOFT = "com.microsoft"
+
+# Operators whose results have the type and shape of an input: {output: input}.
+_SAME_AS: dict[tuple[str, str], dict[int, int]] = {
+    (contract.DOMAIN, "Copy"): {0: 0},
+    (_MICROSOFT, "GroupQueryAttention"): {0: 0, 1: 3, 2: 4},
+    (_MICROSOFT, "MultiHeadAttention"): {0: 0},
+    (_MICROSOFT, "RotaryEmbedding"): {0: 0},
+    (_MICROSOFT, "SkipLayerNormalization"): {0: 0, 3: 0},
+    (_MICROSOFT, "SkipSimplifiedLayerNormalization"): {0: 0, 3: 0},
+    (_MICROSOFT, "BiasGelu"): {0: 0},
+    (_MICROSOFT, "FastGelu"): {0: 0},
+    (_MICROSOFT, "Gelu"): {0: 0},
+    (_MICROSOFT, "QuickGelu"): {0: 0},
+    ("", "SimplifiedLayerNormalization"): {0: 0},
+}
+
+
+def infer(model: ir.Model) -> None:
+    """Set type and shape of every value that inference can reach; names must be unique.
+
+    Shapes that the graph held for intermediate values are dropped first: after inlining, a symbol
+    of a callee says nothing in the caller.
+    """
+    with weights.detached(model.graph, _PAYLOAD):
+        proto = ir.to_proto(model)
+    del proto.graph.value_info[:]
+    _stand_in(proto.graph, proto.graph)
+    inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
+    types = {info.name: info.type for info in _infos(inferred.graph)}
+    keep = {*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()}
+    for node in model.graph.all_nodes():
+        bodies = [
+            a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH
+        ]
+        for value in (*node.outputs, *(v for body in bodies for v in body.inputs)):
+            found = types.get(value.name or "")
+            if found is not None and found.WhichOneof("value") is not None:
+                # a declared output keeps what its author says; inference may know more of the type
+                shape = ir.serde.deserialize_type_proto_for_shape(found)
+                value.type = ir.serde.deserialize_type_proto_for_type(found)
+                value.shape = value.shape if value in keep and value.shape is not None else shape
+            elif value not in keep:
+                value.shape = None
+
+
+def _infos(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
+    """Everything that inference says about values, bodies included."""
+    yield from (*graph.input, *graph.value_info, *graph.output)
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from _infos(attribute.g)
+
+
+def _stand_in(graph: onnx.GraphProto, main: onnx.GraphProto) -> None:
+    """Replace what onnx does not know, in this graph and in its bodies."""
+    nodes: list[onnx.NodeProto] = []
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                _stand_in(attribute.g, main)
+        nodes += _replacement(node, main)
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _replacement(node: onnx.NodeProto, main: onnx.GraphProto) -> list[onnx.NodeProto]:
+    key = (node.domain, node.op_type)
+    special = _SPECIAL.get(key)
+    if special is not None:
+        return special(node, main)
+    same = _SAME_AS.get(key)
+    if same is None and node.domain and key in contract.RULES:
+        same = {a.output_index: a.input_index for a in contract.RULES[key].aliases}
+    if same is None:
+        return [node]
+    found = []
+    for output, port in same.items():
+        if (
+            output < len(node.output)
+            and node.output[output]
+            and port < len(node.input)
+            and node.input[port]
+        ):
+            found.append(
+                onnx.helper.make_node("Identity", [node.input[port]], [node.output[output]])
+            )
+    return found
+
+
+def _matmul_nbits(node: onnx.NodeProto, main: onnx.GraphProto) -> list[onnx.NodeProto]:
+    """MatMulNBits(A [..., K], packed [N, ...]) -> [..., N]."""
+    attributes = {a.name: a.i for a in node.attribute}
+    name = f"weight of {node.output[0]}"
+    shape = [attributes["K"], attributes["N"]]
+    main.input.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape))
+    return [onnx.helper.make_node("MatMul", [node.input[0], name], [node.output[0]])]
+
+
+_SPECIAL: dict[
+    tuple[str, str], Callable[[onnx.NodeProto, onnx.GraphProto], list[onnx.NodeProto]]
+] = {(_MICROSOFT, "MatMulNBits"): _matmul_nbits}

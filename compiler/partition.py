@@ -1,0 +1,229 @@
+"""Which node belongs to which step, and in which order the steps run. Builds nothing.
+
+**Soundness.** Two nodes conflict if both touch the storage of one root and at least one writes it.
+The order made here respects every use of a value and keeps every pair of conflicting nodes in
+program order, and the alias analysis has accepted the program order. So each read meets the
+version that it names, whatever else moves. A control node touches all that its bodies touch; its
+bodies are ordered by the same rule.
+
+**Few sub-sessions.** Ordinary and special nodes are taken in turns, each time all that are ready.
+A chain of uses and conflicts that alternates n times between special and ordinary needs n
+sub-sessions in any order, and no more are made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onnx_inplace.compiler import alias, contract, flat
+from onnx_inplace.compiler.contract import Effect
+
+# Operators that a kernel of ours executes when one of these inputs belongs to a root.
+_CACHE_PORTS: dict[tuple[str, str], tuple[int, ...]] = {
+    ("", "Attention"): (1, 2),
+    ("com.microsoft", "GroupQueryAttention"): (3, 4),
+}
+_VALID_LENGTH = 6  # Attention's input nonpad_kv_seqlen: without it the whole capacity is meant
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Conflict:
+    """``reader`` touches an old version of ``root``; ``writer`` comes after it."""
+
+    root: ir.Value
+    reader: ir.Node
+    writer: ir.Node
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Order:
+    """Nodes of one graph in order.
+
+    Attributes:
+        batches: a list of nodes is one sub-session; a single node is a step of its own.
+        conflicts: reads that stand before a write.
+    """
+
+    batches: tuple[ir.Node | tuple[ir.Node, ...], ...]
+    conflicts: tuple[Conflict, ...]
+
+
+class Facts:
+    """What the alias analysis says about nodes, in the words of the partition."""
+
+    def __init__(self, aliases: alias.AliasMap, mutable: Sequence[ir.Value]):
+        lent = set(mutable)
+        self.roots = {v: root for v, root in aliases.root.items() if root in lent}
+        self._aliases = aliases
+        self._special: dict[ir.Node, bool] = {}
+        self._touches: dict[ir.Node, tuple[frozenset[ir.Value], frozenset[ir.Value]]] = {}
+
+    def is_view(self, node: ir.Node) -> bool:
+        """Whether the node only gives a root another shape or name."""
+        rule = contract.rule(node)
+        return rule is not None and rule.effect is Effect.VIEW and node.outputs[0] in self.roots
+
+    def is_kernel(self, node: ir.Node) -> bool:
+        """Whether a kernel of ours executes the node: it writes a root, or reads its valid part."""
+        if node.domain == contract.DOMAIN:
+            return True
+        if flat.inner_graphs(node) or self.is_view(node):
+            return False
+        if any(v in self.roots for v in node.outputs):
+            return True
+        ports = _CACHE_PORTS.get((node.domain, node.op_type), ())
+        if node.op_type == "Attention" and (
+            len(node.inputs) <= _VALID_LENGTH or node.inputs[_VALID_LENGTH] is None
+        ):
+            return False
+        return any(node.inputs[p] in self.roots for p in ports if p < len(node.inputs))
+
+    def is_special(self, node: ir.Node) -> bool:
+        """Whether the node is a step of its own, not part of a sub-session."""
+        if node not in self._special:
+            self._special[node] = (
+                self.is_kernel(node)
+                or self.is_view(node)
+                or node in self._aliases.stateful
+                or any(self.is_special(n) for graph in flat.inner_graphs(node) for n in graph)
+            )
+        return self._special[node]
+
+    def touches(self, node: ir.Node) -> tuple[frozenset[ir.Value], frozenset[ir.Value]]:
+        """Roots whose bytes the node reads and roots whose bytes it writes, bodies included."""
+        if node not in self._touches:
+            self._touches[node] = self._find_touches(node)
+        return self._touches[node]
+
+    def _find_touches(self, node: ir.Node) -> tuple[frozenset[ir.Value], frozenset[ir.Value]]:
+        if self.is_view(node):
+            return frozenset(), frozenset()
+        bodies = flat.inner_graphs(node)
+        reads = {self.roots[v] for v in node.inputs if v in self.roots}
+        writes: set[ir.Value] = set()
+        if not bodies:
+            writes.update(self.roots[v] for v in node.outputs if v in self.roots)
+        for graph in bodies:
+            for inner in graph:
+                more_reads, more_writes = self.touches(inner)
+                reads |= more_reads
+                writes |= more_writes
+        return frozenset(reads), frozenset(writes)
+
+    def live(self, graph: ir.Graph) -> list[ir.Node]:
+        """Nodes that matter, in program order. A write always does."""
+        needed, found = set(graph.outputs), []
+        for node in reversed(graph):
+            if any(v in needed for v in node.outputs) or self.touches(node)[1]:
+                needed.update(flat.captures(node))
+                found.append(node)
+        return found[::-1]
+
+
+def order(graph: ir.Graph, facts: Facts) -> Order:
+    """Order the nodes of one graph; see the module for what that promises."""
+    nodes = facts.live(graph)
+    index = {node: k for k, node in enumerate(nodes)}
+    maker = {v: k for node, k in index.items() for v in node.outputs}
+    before: list[set[int]] = [
+        {maker[v] for v in flat.captures(node) if v in maker} for node in nodes
+    ]
+    conflicts = _add_conflicts(nodes, facts, before)
+    return Order(tuple(_batches(nodes, facts, before)), tuple(conflicts))
+
+
+def _add_conflicts(nodes: list[ir.Node], facts: Facts, before: list[set[int]]) -> list[Conflict]:
+    """Keep conflicting nodes in program order: read after write, write after read and write."""
+    conflicts = []
+    last_write: dict[ir.Value, int] = {}
+    readers: dict[ir.Value, list[int]] = {}
+    for k, node in enumerate(nodes):
+        reads, writes = facts.touches(node)
+        for root in reads | writes:
+            if root in last_write:
+                before[k].add(last_write[root])
+        for root in sorted(writes, key=lambda value: value.name or ""):
+            for reader in readers.pop(root, ()):
+                before[k].add(reader)
+                conflicts.append(Conflict(root, nodes[reader], node))
+            last_write[root] = k
+        for root in reads - writes:
+            readers.setdefault(root, []).append(k)
+    return conflicts
+
+
+def _batches(
+    nodes: list[ir.Node], facts: Facts, before: list[set[int]]
+) -> list[ir.Node | tuple[ir.Node, ...]]:
+    """Special and ordinary nodes in turns, each time all that are ready, in program order."""
+    after: list[list[int]] = [[] for _ in nodes]
+    for k, needed in enumerate(before):
+        for earlier in needed:
+            after[earlier].append(k)
+    waiting = [len(needed) for needed in before]
+    special = [facts.is_special(node) for node in nodes]
+    ready: dict[bool, list[int]] = {True: [], False: []}
+    for k, count in enumerate(waiting):
+        if not count:
+            heapq.heappush(ready[special[k]], k)
+    runs: list[list[int]] = []
+    kinds: list[bool] = []
+    turn = True
+    while ready[True] or ready[False]:
+        run = []
+        while ready[turn]:
+            k = heapq.heappop(ready[turn])
+            run.append(k)
+            for later in after[k]:
+                waiting[later] -= 1
+                if not waiting[later]:
+                    heapq.heappush(ready[special[later]], later)
+        if run:
+            runs.append(run)
+            kinds.append(turn)
+        turn = not turn
+    _sink_constants(nodes, before, after, runs, kinds)
+    found: list[ir.Node | tuple[ir.Node, ...]] = []
+    for run, is_special in zip(runs, kinds, strict=True):
+        if is_special:
+            found += [nodes[k] for k in run]
+        elif run:
+            found.append(tuple(nodes[k] for k in run))
+    return found
+
+
+def _sink_constants(
+    nodes: list[ir.Node],
+    before: list[set[int]],
+    after: list[list[int]],
+    runs: list[list[int]],
+    kinds: list[bool],
+) -> None:
+    """Move what is computed from weights alone to its first user.
+
+    There the library folds it; as a value between two sub-sessions a transposed weight would be
+    computed and kept beside the weight.
+    """
+    place = {k: at for at, run in enumerate(runs) for k in run}
+    constant: set[int] = set()
+    for k, node in enumerate(nodes):
+        if all(v.is_initializer() for v in flat.captures(node) if v.producer() is None) and all(
+            earlier in constant for earlier in before[k]
+        ):
+            constant.add(k)
+    for k in sorted(constant, reverse=True):
+        at = place[k]
+        users = [place[later] for later in after[k]]
+        target = min(users, default=at)
+        while target > at and kinds[target]:
+            target -= 1  # a special step uses it: the sub-session before it
+        if kinds[at] or target == at:
+            continue
+        runs[at].remove(k)
+        heapq.heappush(runs[target], k)
+        runs[target].sort()
+        place[k] = target

@@ -1,0 +1,136 @@
+"""A set of ordinary nodes -> the model of one sub-session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import onnx
+import onnx_ir as ir
+
+from onnx_inplace.compiler import errors, flat
+from onnx_inplace.compiler.steps import Port, SubSession, Weight
+
+INLINE = 1024  # [bytes] smaller initializers stand in the model itself
+IN_MEMORY = "in memory"  # location of a weight that no file holds; the runner replaces it
+
+
+def build(
+    nodes: Sequence[ir.Node],
+    wanted: Sequence[ir.Value],
+    model: ir.Model,
+    slots: Mapping[ir.Value, int],
+    shared: frozenset[ir.Value],
+) -> SubSession:
+    """The sub-session that computes ``wanted``; ``shared`` are weights that stand elsewhere too.
+
+    Raises:
+        errors.UnsupportedOperator: the element type of a value that enters is not known.
+    """
+    taken = inputs(nodes)
+    weights = [v for v in taken if v.is_initializer()]
+    entering = [v for v in taken if not v.is_initializer()]
+    graph = onnx.helper.make_graph(
+        [ir.to_proto(node) for node in nodes],
+        "sub_session",
+        [_info(v) for v in entering],
+        [_info(v) for v in wanted],
+        initializer=[_initializer(v) for v in weights],
+    )
+    functions = list(_functions(nodes, model))
+    used = {"", *(n.domain for n in _all(nodes)), *(d for f in functions for d in f.opset_imports)}
+    proto = onnx.helper.make_model(
+        graph,
+        ir_version=max(10, model.ir_version),
+        opset_imports=[
+            onnx.helper.make_opsetid(domain, version)
+            for domain, version in model.opset_imports.items()
+            if domain in used
+        ],
+        functions=[ir.to_proto(f) for f in functions],
+    )
+    return SubSession(
+        proto.SerializeToString(deterministic=True),
+        tuple(Port(_name(v), slots[v]) for v in entering),
+        tuple(Port(_name(v), slots[v]) for v in wanted),
+        tuple(Weight(_name(v), _tensor(v), v in shared) for v in weights if not _stands_inside(v)),
+    )
+
+
+def inputs(nodes: Sequence[ir.Node]) -> list[ir.Value]:
+    """What the nodes need from outside, in order of first use."""
+    made = {v for node in nodes for v in node.outputs}
+    taken = dict.fromkeys(v for node in nodes for v in flat.captures(node))
+    return [v for v in taken if v not in made]
+
+
+def _stands_inside(value: ir.Value) -> bool:
+    tensor = _tensor(value)
+    # sub-byte elements and strings have no array that a session could share
+    return (
+        tensor.nbytes <= INLINE or tensor.dtype.bitwidth < 8 or tensor.dtype == ir.DataType.STRING
+    )
+
+
+def _initializer(value: ir.Value) -> onnx.TensorProto:
+    tensor = _tensor(value)
+    if _stands_inside(value):
+        proto = ir.to_proto(tensor)
+        proto.name = _name(value)
+        return proto
+    proto = onnx.TensorProto(name=_name(value), data_type=tensor.dtype.value)
+    proto.dims.extend(tensor.shape.numpy())
+    proto.data_location = onnx.TensorProto.EXTERNAL
+    entries = {"location": IN_MEMORY}
+    if isinstance(tensor, ir.ExternalTensor):
+        entries = {
+            "location": str(tensor.location),
+            "offset": str(tensor.offset or 0),
+            "length": str(tensor.length or tensor.nbytes),
+        }
+    for key, text in entries.items():
+        proto.external_data.add(key=key, value=text)
+    return proto
+
+
+def _info(value: ir.Value) -> onnx.ValueInfoProto:
+    info = ir.to_proto(value)
+    if info.type.WhichOneof("value") is None:
+        node = value.producer()
+        raise errors.UnsupportedOperator(
+            node.domain if node is not None else "",
+            node.op_type if node is not None else "a graph input",
+            f"the element type of `{value.name}` is not known: declare it in value_info",
+        )
+    info.ClearField("metadata_props")
+    return info
+
+
+def _functions(nodes: Sequence[ir.Node], model: ir.Model) -> Iterator[ir.Function]:
+    """Functions that the nodes call, directly or not; operators of users have such bodies."""
+    called = dict.fromkeys(n.op_identifier() for n in _all(nodes))
+    done: set[ir.OperatorIdentifier] = set()
+    while called:
+        identifier, _ = called.popitem()
+        function = model.functions.get(identifier)
+        if function is None or identifier in done:
+            continue
+        done.add(identifier)
+        called.update(dict.fromkeys(n.op_identifier() for n in function.all_nodes()))
+        yield function
+
+
+def _all(nodes: Sequence[ir.Node]) -> Iterator[ir.Node]:
+    for node in nodes:
+        yield node
+        for graph in flat.inner_graphs(node):
+            yield from graph.all_nodes()
+
+
+def _name(value: ir.Value) -> str:
+    assert value.name is not None  # flat.flatten has named every value
+    return value.name
+
+
+def _tensor(value: ir.Value) -> ir.TensorProtocol:
+    assert value.const_value is not None
+    return value.const_value

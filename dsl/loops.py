@@ -1,0 +1,569 @@
+"""Recording ``for`` and ``while``: ranges of tensors and conditions become Loop, scanned tensors Scan.
+
+The variables that the body assigns are carried. A first recording finds out what they are (a Python number takes the
+element type of what it meets, a dimension that changes is not known, what does not change is not carried); when it
+fits, it stays, else the body is recorded again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import onnx_ir as ir
+
+from onnx_inplace.compiler.errors import Location
+from onnx_inplace.dsl import blocks, literals, places, recorder, structures, tensor
+from onnx_inplace.dsl.operations import as_vector, standard
+from onnx_inplace.dsl.tensor import Operand, Tensor
+from onnx_inplace.dsl.variables import Undefined, Variables, is_leaf, is_undefined, same
+
+Body = Callable[[Any], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """``range`` of tensors: how often, and the first number and step where they are not 0 and 1."""
+
+    count: ir.Value
+    start: Any
+    step: Any
+
+    @staticmethod
+    def of(*bounds: Any) -> Range:
+        """``range(stop)``, ``range(start, stop)``, ``range(start, stop, step)``."""
+        r = recorder.current()
+        if len(bounds) > 3:
+            r.stop(f"range takes three numbers at most, not {len(bounds)}.")
+        start, stop, step = {1: (0, *bounds, 1), 2: (*bounds, 1), 3: bounds}[len(bounds)]
+        start, stop, step = (_scalar(r, x) for x in (start, stop, step))
+        if not isinstance(step, ir.Value) and step == 0:
+            r.stop("range with step 0.")
+        if isinstance(start, int) and start == 0 and isinstance(step, int) and step == 1:
+            return Range(stop, 0, 1)
+        # (stop - start + step -+ 1) / step, which Div cuts towards zero, is the number of steps or negative
+        towards = (
+            standard("Sub", step, standard("Sign", step))
+            if isinstance(step, ir.Value)
+            else (step - (1 if step > 0 else -1))
+        )
+        distance = standard("Sub", stop, start) if _is_value(stop, start) else stop - start
+        if towards != 0 or isinstance(towards, ir.Value):
+            distance = standard("Add", distance, towards)
+        if isinstance(step, ir.Value) or step != 1:
+            distance = standard("Div", distance, step)
+        return Range(standard("Max", distance, 0), start, step)
+
+
+@dataclasses.dataclass(frozen=True)
+class While:
+    """A condition: its first value, and how it is recorded again at the end of the body."""
+
+    first: Operand
+    test: Callable[[], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scanned:
+    """Tensors that a Scan goes along."""
+
+    inputs: tuple[Operand, ...]
+    axes: tuple[int, ...]
+    reverse: bool
+
+    def __iter__(self) -> Iterator[Any]:
+        """Fault: only the for of a model can go along tensors."""
+        recorder.current().stop("scan(...) is for the `for` of a @model or @function.")
+
+
+Items = Range | While | Scanned
+
+
+def scan(*inputs: Any, axis: int | tuple[int, ...] = 0, reverse: bool = False) -> Any:
+    """Go along tensors: ``for x, y in scan(xs, ys):`` records a Scan.
+
+    Variables that the body assigns are carried from step to step, and hold their last value afterwards; what is
+    wanted of every step is collected with ``stack``.
+
+    Args:
+        inputs: one or more tensors; a step gets one slice of each (a tuple, of several).
+        axis: along which axis, for all or one each.
+        reverse: from the last slice to the first.
+
+    Example:
+        states = stack()
+        for x in scan(xs):
+            state = op.Tanh(op.MatMul(x, w) + state)
+            states.append(state)
+    """
+    r = recorder.current()
+    if not inputs or not all(isinstance(x, Operand) for x in inputs):
+        r.stop("scan(...) goes along tensors.")
+    axes = (axis,) * len(inputs) if isinstance(axis, int) else tuple(axis)
+    if len(axes) != len(inputs):
+        r.stop(f"{len(inputs)} tensors and {len(axes)} axes.")
+    return Scanned(inputs, axes, reverse)
+
+
+class Stack(Operand):
+    """Collects one tensor per step of a loop; afterwards it is the tensor of all of them."""
+
+    __slots__ = ("_name", "_value", "axis", "reverse")
+
+    def __init__(self, axis: int, reverse: bool) -> None:
+        self.axis, self.reverse = axis, reverse
+        self._name = "stack"
+        self._value: ir.Value | None = None
+
+    def called(self, name: str) -> None:
+        """The author's variable."""
+        self._name = name if self._name == "stack" else self._name
+
+    @property
+    def name(self) -> str:
+        """What the author calls it."""
+        return self._name
+
+    def append(self, x: Any) -> None:
+        """Add the tensor of this step: once, in the body of the loop itself, not in an if inside of it."""
+        r = recorder.current()
+        block = r.blocks[-1]
+        if self._value is not None or len(r.blocks) == 1:
+            r.fault(f"`{self._name}.append` stands in the body of one loop over tensors.")
+        elif self in block.stacked:
+            r.fault(f"`{self._name}.append` is called twice in one step.")
+        else:
+            block.stacked[self] = blocks.as_value(r, x, None, self._name)
+
+    def fill(self, value: ir.Value) -> None:
+        """The loop has ended."""
+        self._value = value
+
+    @property
+    def value(self) -> ir.Value:
+        """All steps."""
+        r = recorder.current()
+        if self._value is None:
+            r.fault(f"`{self._name}` has no value before the end of the loop that appends to it.")
+            return r.unknown(self._name)
+        return self._value
+
+
+def stack(axis: int = 0, reverse: bool = False) -> Stack:
+    """Make a collector: ``append`` to it once per step, and use it as a tensor after the loop.
+
+    Args:
+        axis: the new axis, along the steps; other than 0 only of ``scan``.
+        reverse: the last step comes first; only of ``scan``.
+    """
+    return Stack(axis, reverse)
+
+
+def _is_value(*xs: Any) -> bool:
+    return any(isinstance(x, ir.Value) for x in xs)
+
+
+def _scalar(r: recorder.Recorder, x: Any) -> Any:
+    """A bound as INT64 of rank 0, or a Python number."""
+    if not isinstance(x, Operand):
+        if isinstance(x, bool) or not isinstance(literals.plain(x), int):
+            r.stop(f"range({x!r}): whole numbers and tensors of them.")
+        return literals.plain(x)
+    value = x.value
+    if r.is_unknown(value):
+        return value
+    if value.dtype is not None and not literals.is_integer_type(value.dtype):
+        r.fault(
+            f"range of `{value.name}`, which is {value.dtype.name}: whole numbers count.", "E102"
+        )
+        return r.unknown()
+    if value.shape is not None and (
+        value.shape.rank() > 1 or any(isinstance(d, int) and d != 1 for d in value.shape)
+    ):
+        r.fault(f"range of `{value.name}`, which has shape {value.shape}: one number.", "E102")
+        return r.unknown()
+    if value.dtype not in (None, ir.DataType.INT64):
+        value = standard("Cast", value, to=ir.DataType.INT64)
+    if value.shape is not None and value.shape.rank() == 0:
+        return value
+    return standard(
+        "Reshape", as_vector(value), r.constant(literals.literal([], ir.DataType.INT64))
+    )
+
+
+# -- recording
+
+
+@dataclasses.dataclass
+class _Carried:
+    """One tensor or number that the body may change.
+
+    Attributes:
+        name: of the variable, with the place inside of it.
+        initial: the value before the loop.
+        type: of the parameter of the body; None while a Python number has not met a tensor.
+        shape: of the parameter.
+        formal: the parameter of the body.
+        result: what the body leaves.
+        dropped: why it is not carried, if it is not.
+    """
+
+    name: str
+    initial: Any
+    type: ir.TypeProtocol | None
+    shape: ir.Shape | None
+    formal: ir.Value
+    result: Any = None
+
+    @property
+    def is_number(self) -> bool:
+        """Whether Python's number stands before the loop."""
+        return literals.is_number(self.initial)
+
+
+def record(items: Items, body: Body, targets: int, variables: Variables) -> None:
+    """Record a loop, and assign the variables that it changed."""
+    r, location = recorder.current(), places.user_line()
+    before = variables.values(location)
+    for k in range(targets):
+        before[k] = Undefined(
+            variables.names[k], "the variable of a loop over tensors has none outside"
+        )
+    types: dict[str, tuple[ir.TypeProtocol | None, ir.Shape | None]] = {}
+    for last in (False, False, False, True):
+        with r.attempt() as attempt:
+            attempt.kept = last
+            recording = _Recording(r, items, variables, before, targets, location, types)
+            recording.body(body)
+            changed = recording.refined()
+            if not changed or last:
+                attempt.kept = True
+                recording.finish()
+                return
+        types = changed
+
+
+class _Recording:
+    """One recording of a body."""
+
+    def __init__(
+        self,
+        r: recorder.Recorder,
+        items: Items,
+        variables: Variables,
+        before: list[Any],
+        targets: int,
+        location: Location,
+        types: dict[str, tuple[ir.TypeProtocol | None, ir.Shape | None]],
+    ) -> None:
+        self.r, self.items, self.variables, self.before = r, items, variables, before
+        self.targets, self.location, self.types = targets, location, types
+        self.carried: list[_Carried] = []
+        self.after: list[Any] = []
+        self.block = recorder.Block(ir.Graph([], [], nodes=[], name=f"body_line_{location.line}"))
+        self.condition: ir.Value | None = None
+
+    # -- the body
+
+    def body(self, run: Body) -> None:
+        """Record the body."""
+        r = self.r
+        inside = [
+            structures.transform(self.enter, x, Operand, name) if not is_undefined(x) else x
+            for name, x in zip(self.variables.names, self.before, strict=True)
+        ]
+        item = self.open()
+        self.variables.assign(inside)
+        with r.reopened(self.block):
+            run(self.item(item))
+            self.after = self.variables.values(self.location)
+            if isinstance(self.items, While):
+                again = self.items.test()
+                if isinstance(again, Operand):
+                    self.condition = blocks.condition(again, "while")
+                else:
+                    self.condition = r.constant(literals.literal(bool(again), ir.DataType.BOOL))
+        pairs = zip(self.variables.names, inside, self.after, strict=True)
+        results = {
+            id(leaf.value): result
+            for name, a, b in pairs
+            for leaf, result in self.paired(name, a, b)
+        }
+        for c in self.carried:
+            c.result = results.get(id(c.formal), c.formal)
+
+    def enter(self, x: Any, name: str) -> Any:
+        """A tensor or number in a variable becomes a parameter of the body."""
+        if not is_leaf(x) or is_undefined(x) or isinstance(x, Stack):
+            return x
+        value = x.value if isinstance(x, Operand) else None
+        type_, shape = self.types.get(name, (None, None))
+        if name not in self.types:
+            type_ = ir.TensorType(literals.default_type(x)) if value is None else value.type
+            shape = (
+                (None if value.shape is None else value.shape.copy())
+                if value is not None
+                else (ir.Shape(getattr(x, "shape", ())))
+            )
+        formal = self.r.value(name, type_, shape)
+        c = _Carried(name, x, type_, shape, formal)
+        if c.is_number and name not in self.types:
+            self.r.make_weak(formal)
+        if value is not None and self.r.is_unknown(value):
+            return x
+        self.carried.append(c)
+        return Tensor(formal)
+
+    def open(self) -> list[ir.Value]:
+        """Give the body its parameters: what a step gets, and what is carried."""
+        r, block, items = self.r, self.block, self.items
+        own: list[ir.Value] = []
+        if isinstance(items, Scanned):
+            for c in self.carried:
+                r.add_input(block, c.formal, c.name)
+            for x, axis in zip(items.inputs, items.axes, strict=True):
+                value = x.value
+                shape = value.shape
+                if shape is not None:
+                    dims = list(shape)
+                    if -len(dims) <= axis < len(dims):
+                        del dims[axis]
+                    shape = ir.Shape(dims)
+                own.append(r.add_input(block, r.value("item", value.type, shape)))
+            return own
+        own = [
+            r.add_input(block, r.value("step", ir.TensorType(ir.DataType.INT64), ir.Shape([]))),
+            r.add_input(
+                block, r.value("going", ir.TensorType(ir.DataType.BOOL), ir.Shape([])), "going"
+            ),
+        ]
+        for c in self.carried:
+            r.add_input(block, c.formal, c.name)
+        return own
+
+    def item(self, own: list[ir.Value]) -> Any:
+        """What the loop variable holds."""
+        items = self.items
+        if isinstance(items, Scanned):
+            return tensor.wrap(own)
+        if isinstance(items, Range) and (items.start, items.step) != (0, 1):
+            x = (
+                own[0]
+                if items.step == 1 and not _is_value(items.step)
+                else standard("Mul", own[0], items.step)
+            )
+            if _is_value(items.start) or items.start != 0:
+                x = standard("Add", x, items.start)
+            return Tensor(x)
+        return Tensor(own[0])
+
+    def paired(self, name: str, inside: Any, after: Any) -> Iterator[tuple[Tensor, Any]]:
+        """Parameters of the body with what it leaves in their places."""
+        if isinstance(inside, Tensor):
+            yield inside, after
+            return
+        members = structures.children(inside)
+        if members is None or not structures.contains(Operand, inside):
+            return
+        other = structures.children(after)
+        names = [n for n, _ in members]
+        if other is None or [n for n, _ in other] != names:
+            lost = Undefined(name, "the body of the loop changes its structure")
+            other = [(n, lost) for n in names]
+        for (n, a), (_, b) in zip(members, other, strict=True):
+            yield from self.paired(f"{name}.{n}", a, b)
+
+    # -- what was found out
+
+    def refined(self) -> dict[str, tuple[ir.TypeProtocol | None, ir.Shape | None]]:
+        """Types of parameters for the next recording; empty: this one fits."""
+        r = self.r
+        found = {c.name: (c.type, c.shape) for c in self.carried}
+        changed = False
+        for c in self.carried:
+            x = c.result
+            if is_undefined(x) or not is_leaf(x) or self.unchanged(c):
+                continue
+            value = x.value if isinstance(x, Operand) else None
+            if value is not None and (r.is_unknown(value) or value.type is None):
+                continue
+            type_, shape = c.type, c.shape
+            if c.is_number and r.is_weak(c.formal):
+                dtype = value.dtype if value is not None else literals.default_type([c.initial, x])
+                type_ = ir.TensorType(dtype) if dtype is not None else c.type
+                changed = changed or type_ != c.type
+            new_shape = blocks.common_shape(shape, value.shape) if value is not None else shape
+            if value is None or value.type == type_:
+                if new_shape != shape:
+                    shape, changed = new_shape, True
+            found[c.name] = (type_, shape)
+        return found if changed else {}
+
+    def unchanged(self, c: _Carried) -> bool:
+        """Whether the body leaves the variable as it was."""
+        return (isinstance(c.result, Tensor) and c.result.value is c.formal) or c.result is c.formal
+
+    def is_used(self, c: _Carried) -> bool:
+        """Whether the body reads what the variable held before."""
+        passed = [x.result for x in self.carried if isinstance(x.result, Tensor) and x is not c]
+        return bool(c.formal.uses()) or any(t.value is c.formal for t in passed)
+
+    # -- the node
+
+    def finish(self) -> None:
+        """Close the body, emit the node, assign the variables."""
+        r = self.r
+        outer: dict[ir.Value, ir.Value] = {}
+        for c in self.carried:
+            if self.unchanged(c):
+                outer[c.formal] = self.initial(c)
+        kept = [c for c in self.carried if c.formal not in outer and self.is_carried(c)]
+        for c in self.carried:
+            if not any(c is k for k in kept):
+                self.block.graph.inputs.remove(c.formal)
+        for formal, value in outer.items():
+            formal.replace_all_uses_with(value)
+        results: list[ir.Value] = []
+        with r.reopened(self.block):
+            for c in kept:
+                dtype = c.type.dtype if c.type is not None else None
+                results.append(blocks.as_value(r, c.result, dtype, c.name))
+        for c in self.carried:
+            if c.formal in outer:
+                c.result = c.initial
+        results = [outer.get(v, v) for v in results]
+        stacks = list(self.block.stacked)
+        stacked = [outer.get(v, v) for v in self.block.stacked.values()]
+        if self.condition is not None:
+            self.condition = outer.get(self.condition, self.condition)
+        initial = [self.initial(c) for c in kept]
+        outputs = self.emit(kept, initial, results, stacks, stacked)
+        values = {id(c.formal): Tensor(v) for c, v in zip(kept, outputs, strict=False)}
+        for s, value in zip(stacks, outputs[len(kept) :], strict=True):
+            s.fill(value)
+        self.variables.assign(
+            [
+                self.leave(k, name, x, y, values)
+                for k, (name, x, y) in enumerate(
+                    zip(self.variables.names, self.before, self.after, strict=True)
+                )
+            ]
+        )
+
+    def is_carried(self, c: _Carried) -> bool:
+        """Whether the body leaves what it can take again. If not, it must not read it."""
+        x = c.result
+        dtype = x.dtype if isinstance(x, Operand) and not is_undefined(x) else None
+        wanted = c.type.dtype if c.type is not None else None
+        if is_undefined(x) or not is_leaf(x):
+            why = x.reason if is_undefined(x) else "the loop makes it a Python value"
+        elif dtype is not None and wanted is not None and dtype != wanted:
+            why = f"it is {wanted.name} before the loop, and {dtype.name} after a step"
+        else:
+            return True
+        if self.is_used(c):
+            message = f"`{c.name}` cannot be carried by the loop: {why}."
+            self.r.fault(message, "E102" if dtype else "E100", self.location)
+        c.result = Undefined(c.name, why)
+        return False
+
+    def initial(self, c: _Carried) -> ir.Value:
+        """The value before the loop, in the block around it."""
+        dtype = c.type.dtype if c.type is not None else None
+        return blocks.as_value(self.r, c.initial, dtype, c.name)
+
+    def emit(
+        self,
+        kept: list[_Carried],
+        initial: list[ir.Value],
+        results: list[ir.Value],
+        stacks: list[Any],
+        stacked: list[ir.Value],
+    ) -> list[ir.Value]:
+        """The Loop or Scan node."""
+        r, items, location = self.r, self.items, self.location
+        names = [*(c.name for c in kept), *(s.name for s in stacks)]
+        inputs: list[ir.Value | None]
+        attributes: list[ir.Attr] = []
+        if isinstance(items, Scanned):
+            op_type, leading = "Scan", []
+            inputs = [*initial, *(x.value for x in items.inputs)]
+            attributes = _scan_attributes(items, stacks)
+        else:
+            op_type = "Loop"
+            if any(s.axis != 0 or s.reverse for s in stacks):
+                r.fault("stack(axis, reverse) needs `for ... in scan(...)`.", location=location)
+            if isinstance(items, Range):
+                inputs = [items.count, None, *initial]
+                leading = [self.block.graph.inputs[1]]
+            else:
+                assert self.condition is not None
+                inputs = [None, blocks.condition(items.first, "while"), *initial]
+                leading = [self.condition]
+        blocks.close(self.block, [*leading, *results, *stacked], location)
+        if any(r.is_unknown(v) for v in (*leading, *results, *stacked)):
+            return [r.unknown(n) for n in names]
+        attributes.insert(0, ir.AttrGraph("body", self.block.graph))
+        outputs = r.emit(
+            "", op_type, inputs, attributes, outputs=names, location=location, infer=False
+        )
+        inner = self.block.graph.outputs[len(leading) :]
+        for k, (value, result) in enumerate(zip(outputs, inner, strict=False)):
+            value.type, value.shape = result.type, result.shape
+            if k < len(kept):
+                value.type, value.shape = kept[k].type or result.type, kept[k].shape
+            elif result.shape is not None:
+                axis = stacks[k - len(kept)].axis
+                dims = list(result.shape)
+                dims.insert(axis if axis >= 0 else axis + len(dims) + 1, self.length())
+                value.shape = ir.Shape(dims)
+        return outputs
+
+    def length(self) -> int | ir.SymbolicDim | None:
+        """The number of steps, where it is a dimension."""
+        if isinstance(self.items, Scanned):
+            shape = self.items.inputs[0].value.shape
+            if shape is not None and -shape.rank() <= self.items.axes[0] < shape.rank():
+                return shape[self.items.axes[0]]
+        return None
+
+    def leave(self, k: int, name: str, x: Any, y: Any, values: dict[int, Tensor]) -> Any:
+        """What a variable holds after the loop."""
+        if k < self.targets:
+            return self.before[k]
+        if is_undefined(x):
+            if is_undefined(y):
+                return y
+            return Undefined(
+                name,
+                f"only the loop in line {self.location.line} assigns it, and it may take no step",
+            )
+        by_name = {c.name: c for c in self.carried}
+
+        def after(leaf: Any, path: str) -> Any:
+            c = by_name.get(path)
+            if c is None:
+                return leaf
+            return values.get(id(c.formal), c.result)
+
+        left = structures.transform(after, x, Operand, name)
+        if not structures.contains(Operand, x) and not is_leaf(x) and not same(x, y):
+            self.r.fault(
+                f"`{name}` is a Python value that a step of the loop changes: only tensors can be carried.",
+                location=self.location,
+            )
+        return left
+
+
+def _scan_attributes(items: Scanned, stacks: list[Any]) -> list[ir.Attr]:
+    attributes: list[ir.Attr] = [ir.AttrInt64("num_scan_inputs", len(items.inputs))]
+    if any(items.axes):
+        attributes.append(ir.AttrInt64s("scan_input_axes", list(items.axes)))
+    if items.reverse:
+        attributes.append(ir.AttrInt64s("scan_input_directions", [1] * len(items.inputs)))
+    if any(s.axis for s in stacks):
+        attributes.append(ir.AttrInt64s("scan_output_axes", [s.axis for s in stacks]))
+    if any(s.reverse for s in stacks):
+        attributes.append(ir.AttrInt64s("scan_output_directions", [int(s.reverse) for s in stacks]))
+    return attributes

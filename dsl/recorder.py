@@ -1,0 +1,362 @@
+"""The graph under construction: blocks, names, places, faults.
+
+Knows ONNX values only. What Python values mean beside them is decided in ``literals`` and ``operations``,
+what Python objects stand for them in ``tensor``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import enum
+import typing
+from collections.abc import Iterator, Sequence
+
+import onnx_ir as ir
+
+from onnx_inplace.compiler import operators, program
+from onnx_inplace.compiler.errors import ContractError, Finding, Location
+from onnx_inplace.dsl import inference, places
+
+SOURCE = "onnx_inplace.source"  # key in NodeProto.metadata_props: file.py:line
+VARIABLE = "onnx_inplace.variable"  # key in ir.Value.meta: what the author calls the value
+SMALL = 256  # bytes; larger constants of a model are initializers, which a file may keep outside
+
+
+class Kind(enum.Enum):
+    """What is recorded: a function has no initializers."""
+
+    MODEL = "model"
+    FUNCTION = "function"
+
+
+@dataclasses.dataclass(eq=False)
+class Block:
+    """One graph that is being recorded: of the model, or of a branch or loop body.
+
+    Attributes:
+        graph: its inputs, nodes and outputs.
+        constants: small constants by content, so that a block holds each once.
+        stacked: what ``stack().append`` collected in a loop body, by the stack.
+    """
+
+    graph: ir.Graph
+    constants: dict[tuple[object, ...], ir.Value] = dataclasses.field(default_factory=dict)
+    stacked: dict[object, ir.Value] = dataclasses.field(default_factory=dict)
+
+
+class Recorder:
+    """Records one model or function."""
+
+    def __init__(self, name: str, kind: Kind, opset: int | None, location: Location) -> None:
+        self.name, self.kind, self.location = name, kind, location
+        self.declared_opset = opset
+        self.blocks: list[Block] = []
+        self.findings: list[Finding] = []
+        self.functions: dict[ir.OperatorIdentifier, program.Declaration] = {}
+        self.returned: tuple[tuple[str | None, ...], bool, Location] | None = None
+        self._owner: dict[ir.Value, Block] = {}
+        self._unknown: dict[ir.Value, None] = {}
+        self._anonymous: dict[ir.Value, None] = {}
+        self._weak: dict[ir.Value, None] = {}
+        self._holders: dict[str, ir.Value | None] = {}
+        self._counts: dict[str, int] = {}
+        self._initializers: dict[object, tuple[object, ir.Value]] = {}
+
+    # -- faults
+
+    def fault(self, message: str, code: str = "E100", location: Location | None = None) -> None:
+        """Note a fault; recording goes on, so that the next one is found as well.
+
+        A line is reported once: a helper in a loop over thirty layers has one fault, not thirty.
+        """
+        location = location or places.user_line()
+        if all((f.code, f.location) != (code, location) for f in self.findings):
+            self.findings.append(Finding(code, message, location))
+
+    def stop(self, message: str, code: str = "E100") -> typing.NoReturn:
+        """Note a fault that Python cannot go on from.
+
+        Raises:
+            ContractError: always, with all faults so far.
+        """
+        self.fault(message, code)
+        raise ContractError(self.findings)
+
+    def unknown(self, name: str = "unknown") -> ir.Value:
+        """What a faulty expression gives: whatever depends on it is not reported again."""
+        value = ir.Value(name=name)
+        self._unknown[value] = None
+        return value
+
+    def is_unknown(self, value: ir.Value) -> bool:
+        """Whether ``value`` came out of a fault."""
+        return value in self._unknown
+
+    # -- opset
+
+    @property
+    def opset(self) -> int:
+        """The version of ONNX's own operators in this graph."""
+        return self.declared_opset or operators.OPSET
+
+    def use_opset(self, version: int) -> None:
+        """The author names a version: it is the model's, or a fault."""
+        if self.declared_opset is None:
+            self.declared_opset = version
+        elif self.declared_opset != version:
+            self.fault(
+                f"an operator of opset {version} in a {self.kind.value} of opset {self.declared_opset}; "
+                f"give the decorator `opset={version}`, or use one opset."
+            )
+
+    # -- names
+
+    def fresh(self, stem: str) -> str:
+        """A name that no other value of this graph has."""
+        name, n = stem, self._counts.get(stem, 0)
+        while name in self._holders:
+            n += 1
+            name = f"{stem}_{n}"
+        self._counts[stem] = n
+        self._holders[name] = None
+        return name
+
+    def value(
+        self,
+        stem: str,
+        type_: ir.TypeProtocol | None = None,
+        shape: ir.Shape | None = None,
+    ) -> ir.Value:
+        """A new value with a name of its own."""
+        name = self.fresh(stem)
+        value = ir.Value(name=name, type=type_, shape=shape)
+        self._holders[name] = value
+        return value
+
+    def call_variable(self, value: ir.Value, variable: str) -> None:
+        """The author assigned ``value`` to ``variable``: the first name that it is given stays."""
+        if value in self._anonymous and self._owner.get(value) is self.blocks[-1]:
+            del self._anonymous[value]
+            self._holders.pop(str(value.name), None)
+            value.name = self.fresh(variable)
+            self._holders[value.name] = value
+            value.meta[VARIABLE] = variable
+
+    def take_name(self, value: ir.Value, name: str) -> None:
+        """Give a result its name; who had it before gets another."""
+        if value.name == name:
+            return
+        holder = self._holders.pop(name, None)
+        if holder is not None:
+            holder.name = self.fresh(f"{name}_1")
+            self._holders[holder.name] = holder
+        self._holders.pop(str(value.name), None)
+        self._holders[name] = value
+        value.name = name
+
+    # -- blocks
+
+    @contextlib.contextmanager
+    def block(self, label: str) -> Iterator[Block]:
+        """Record into a new block."""
+        block = Block(ir.Graph([], [], nodes=[], name=label))
+        self.blocks.append(block)
+        try:
+            yield block
+        finally:
+            self.blocks.pop()
+
+    @contextlib.contextmanager
+    def reopened(self, block: Block) -> Iterator[None]:
+        """Go on recording into ``block``."""
+        self.blocks.append(block)
+        try:
+            yield
+        finally:
+            self.blocks.pop()
+
+    def add_input(self, block: Block, value: ir.Value, variable: str | None = None) -> ir.Value:
+        """Make ``value`` a parameter of ``block``."""
+        block.graph.inputs.append(value)
+        self._owner[value] = block
+        if variable is None:
+            self._anonymous[value] = None
+        else:
+            value.meta[VARIABLE] = variable
+        return value
+
+    def owner(self, value: ir.Value) -> Block | None:
+        """The block that made ``value``."""
+        return self._owner.get(value)
+
+    def use(self, value: ir.Value) -> ir.Value:
+        """``value`` if it can be named here, else an unknown value, and a fault."""
+        if value in self._unknown:
+            return value
+        owner = self._owner.get(value)
+        if owner is None:
+            self.fault(f"`{value.name}` belongs to another model or function.")
+            return self.unknown()
+        if not any(owner is block for block in self.blocks):
+            name = value.meta.get(VARIABLE, value.name)
+            self.fault(
+                f"`{name}` was made inside of a block that depends on a tensor, and has left it through a "
+                "list, a nonlocal or an attribute; assign a variable there, and read that variable."
+            )
+            return self.unknown()
+        return value
+
+    # -- weak values: carried Python numbers while their element type is being found out
+
+    def make_weak(self, value: ir.Value) -> None:
+        """``value`` takes the element type of what it meets."""
+        self._weak[value] = None
+
+    def is_weak(self, value: ir.Value) -> bool:
+        """Whether ``value`` stands for a Python number."""
+        return value in self._weak
+
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[Attempt]:
+        """Record on approval: unless the attempt is kept, names, faults and functions are as before."""
+        attempt = Attempt()
+        before = (
+            dict(self._holders),
+            dict(self._counts),
+            list(self.findings),
+            dict(self.functions),
+        )
+        yield attempt
+        if not attempt.kept:
+            self._holders, self._counts, self.findings, self.functions = before
+
+    # -- nodes
+
+    def emit(
+        self,
+        domain: str,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        attributes: Sequence[ir.Attr] = (),
+        *,
+        version: int | None = None,
+        outputs: int | Sequence[str] = 1,
+        location: Location | None = None,
+        infer: bool = True,
+    ) -> list[ir.Value]:
+        """Append a node. Outputs that are only counted can still get the name of a variable."""
+        known = [None if v is None else self.use(v) for v in inputs]
+        count = outputs if isinstance(outputs, int) else len(outputs)
+        if any(v is not None and v in self._unknown for v in known):
+            return [self.unknown() for _ in range(count)]
+        while known and known[-1] is None:
+            known.pop()
+        location = location or places.user_line()
+        stems = [op_type.lower()] * count if isinstance(outputs, int) else list(outputs)
+        results = [self.value(stem) for stem in stems]
+        version = version if version is not None else self.opset if domain == "" else 1
+        node = ir.Node(
+            domain,
+            op_type,
+            known,
+            attributes=attributes,
+            outputs=results,
+            version=version,
+            metadata_props={SOURCE: places.source_place(location)},
+        )
+        node.meta[program.LOCATION] = location
+        block = self.blocks[-1]
+        block.graph.append(node)
+        for value, stem in zip(results, stems, strict=True):
+            self._owner[value] = block
+            if isinstance(outputs, int):
+                self._anonymous[value] = None
+            else:
+                value.meta[VARIABLE] = stem
+        if infer:
+            try:
+                inference.infer(node)
+            except inference.Mismatch as error:
+                self.fault(str(error), "E102", location)
+                return [self._as_unknown(v) for v in results]
+        return results
+
+    def _as_unknown(self, value: ir.Value) -> ir.Value:
+        self._unknown[value] = None
+        return value
+
+    def constant(self, tensor: ir.TensorProtocol) -> ir.Value:
+        """A value that is known now. Content that is equal is stored once."""
+        if tensor.nbytes > SMALL and self.kind is Kind.MODEL:
+            return self.initializer(tensor, "constant")
+        block = self.blocks[-1]
+        key = (tensor.dtype, tuple(tensor.shape.numpy()), tensor.tobytes())
+        found = block.constants.get(key)
+        if found is None:
+            attribute = ir.AttrTensor("value", tensor)
+            [found] = self.emit("", "Constant", [], [attribute], outputs=1, infer=False)
+            self._anonymous.pop(found, None)
+            found.type, found.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape)
+            found.const_value = tensor
+            block.constants[key] = found
+        return found
+
+    def initializer(self, tensor: ir.TensorProtocol, name: str, *, exact: bool = False) -> ir.Value:
+        """An initializer of the model, one per tensor object.
+
+        ``exact``: the author chose the name, and two tensors cannot share it.
+        """
+        source = tensor.raw if isinstance(tensor, ir.Tensor) else tensor
+        found = self._initializers.get(id(source))
+        if found is not None:
+            return found[1]
+        if exact and name in self._holders:
+            self.fault(f"two weights, or a weight and another value, are called `{name}`.")
+            return self.unknown(name)
+        value = self.value(name, ir.TensorType(tensor.dtype), ir.Shape(tensor.shape))
+        value.const_value = tensor
+        self.blocks[0].graph.register_initializer(value)
+        self._owner[value] = self.blocks[0]
+        value.meta[VARIABLE] = name
+        self._initializers[id(source)] = (source, value)  # kept: its id must not be given again
+        return value
+
+
+@dataclasses.dataclass
+class Attempt:
+    """Whether what was recorded on approval stays."""
+
+    kept: bool = False
+
+
+_current: contextvars.ContextVar[Recorder] = contextvars.ContextVar("recorder")
+
+
+def current() -> Recorder:
+    """The recorder of the model that is being recorded.
+
+    Raises:
+        ContractError: none is.
+    """
+    recorder = _current.get(None)
+    if recorder is None:
+        message = "tensors can only be used while a @model or @function is recorded."
+        raise ContractError([Finding("E100", message, places.user_line())])
+    return recorder
+
+
+def is_recording() -> bool:
+    """Whether a model or function is being recorded."""
+    return _current.get(None) is not None
+
+
+@contextlib.contextmanager
+def recording(recorder: Recorder) -> Iterator[Recorder]:
+    """Make ``recorder`` the current one."""
+    token = _current.set(recorder)
+    try:
+        yield recorder
+    finally:
+        _current.reset(token)

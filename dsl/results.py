@@ -1,0 +1,224 @@
+"""What a function returns: flat, named after the author's variables, typed as declared."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from onnx_inplace.compiler.errors import Location
+from onnx_inplace.dsl import annotations, literals, parameters, recorder, structures
+from onnx_inplace.dsl.tensor import Operand
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """The outputs of a graph.
+
+    Attributes:
+        values: the outputs.
+        returns: for each the name of the parameter that it must alias, or None.
+        template: what the function returned, with the number of an output in the place of every tensor.
+    """
+
+    values: list[ir.Value]
+    returns: list[str | None]
+    template: Any
+
+
+@dataclasses.dataclass
+class _Collector:
+    r: recorder.Recorder
+    parameters: Mapping[str, parameters.Parameter]
+    inputs: Mapping[str, ir.Value]
+    location: Location
+    values: list[ir.Value] = dataclasses.field(default_factory=list)
+    returns: list[str | None] = dataclasses.field(default_factory=list)
+
+    def add(self, variable: str | None, path: str, x: Any, hint: Any, root: str | None) -> int:
+        """One output."""
+        r, location = self.r, self.location
+        declared = None if root is None else self.inputs.get(root)
+        dtype = declared.dtype if declared is not None else None
+        typed = None
+        if declared is None and annotations.is_tensor(hint):
+            typed = annotations.type_and_shape(hint)
+            dtype = hint.dtype
+        value = self.value(x, dtype)
+        name = self.name(variable, path, root)
+        if not r.is_unknown(value):
+            own = r.owner(value) is r.blocks[0] and not value.is_initializer()
+            if not own or any(value is v for v in (*self.values, *self.inputs.values())):
+                [value] = r.emit("", "Identity", [value], outputs=[name], location=location)
+            r.take_name(value, name)
+            if typed is not None:
+                self.declare(value, *typed)
+            elif declared is not None:
+                value.type = value.type or declared.type
+        self.values.append(value)
+        self.returns.append(root)
+        return len(self.values) - 1
+
+    def value(self, x: Any, dtype: ir.DataType | None) -> ir.Value:
+        if isinstance(x, Operand):
+            value = self.r.use(x.value)
+            return value
+        try:
+            return self.r.constant(literals.literal(x, dtype))
+        except (literals.Lost, TypeError) as error:
+            code = "E102" if isinstance(error, literals.Lost) else "E100"
+            self.r.fault(f"result: {error}.", code, self.location)
+            return self.r.unknown()
+
+    def name(self, variable: str | None, path: str, root: str | None) -> str:
+        """The name of the next output; what is taken already falls back to its number."""
+        taken = {v.name for v in self.values}
+        wanted = None
+        if variable is not None and variable not in self.parameters:
+            wanted = f"{variable}.{path}" if path else variable
+        elif root is not None:
+            wanted = f"updated_{root}"
+        for name in (wanted, f"updated_{root}" if root else None):
+            if name is not None and name not in taken and name not in self.inputs:
+                return name
+        return f"output_{len(self.values)}"
+
+    def declare(self, value: ir.Value, type_: ir.TypeProtocol, shape: ir.Shape | None) -> None:
+        """Check a declared type against what was inferred, and merge the dimensions."""
+        if value.type is not None and value.type != type_:
+            found, wanted = (t.dtype.name for t in (value.type, type_))
+            self.r.fault(
+                f"`{value.name}` is declared {wanted}, and is {found}.", "E102", self.location
+            )
+            return
+        value.type = type_
+        if shape is None or value.shape is None:
+            value.shape = shape if value.shape is None else value.shape
+            return
+        if shape.rank() != value.shape.rank() or any(
+            isinstance(a, int) and isinstance(b, int) and a != b
+            for a, b in zip(shape, value.shape, strict=True)
+        ):
+            message = f"`{value.name}` is declared with shape {shape}, and has {value.shape}."
+            self.r.fault(message, "E102", self.location)
+            return
+        value.shape = ir.Shape(
+            [
+                b if isinstance(b, int) and not isinstance(a, int) else a
+                for a, b in zip(shape, value.shape, strict=True)
+            ]
+        )
+
+
+def collect(
+    r: recorder.Recorder,
+    result: Any,
+    hint: Any,
+    declared: Mapping[str, parameters.Parameter],
+    inputs: Mapping[str, ir.Value],
+    namespace: Mapping[str, Any],
+) -> Results:
+    """Take apart what was returned."""
+    if r.returned is None or result is None:
+        r.fault(
+            "nothing is returned: a model or function returns its results.", location=r.location
+        )
+        return Results([], [], None)
+    names, is_tuple, location = r.returned
+    collector = _Collector(r, declared, inputs, location)
+    hints = annotations.members(hint, namespace) if _is_tuple_hint(hint) else None
+    if hints is None:
+        template = _one(
+            collector,
+            None if is_tuple else names[0],
+            result,
+            hint,
+            namespace,
+            names if is_tuple else (),
+        )
+        return Results(collector.values, collector.returns, template)
+    members = structures.children(result)
+    if members is None or len(members) != len(hints):
+        count = 1 if members is None else len(members)
+        r.fault(f"{count} results are returned, {len(hints)} are declared.", location=location)
+        return Results([], [], None)
+    template = []
+    for k, ((_, x), (_, h)) in enumerate(zip(members, hints, strict=True)):
+        if is_tuple:
+            template.append(_one(collector, names[k], x, h, namespace))
+        else:
+            template.append(_one(collector, names[0], x, h, namespace, path=str(k)))
+    return Results(collector.values, collector.returns, structures.rebuild(result, template))
+
+
+def _is_tuple_hint(hint: Any) -> bool:
+    return (
+        annotations.alias_of(hint) is None and annotations.members(hint, {}) is not None
+        if not isinstance(hint, type)
+        else False
+    )
+
+
+def _one(
+    c: _Collector,
+    variable: str | None,
+    x: Any,
+    hint: Any,
+    namespace: Mapping[str, Any],
+    names: Sequence[str | None] = (),
+    path: str = "",
+) -> Any:
+    """One result as it is declared: a tensor, or a structure of them.
+
+    ``names``: what the members are called, where a tuple is written out.
+    """
+    target = annotations.alias_of(hint)
+    roots: list[str | None] = []
+    if target is not None:
+        parameter = parameters.find(c.parameters, target)
+        mutable = [] if parameter is None else [p for p in parameter.leaves() if p.access.value]
+        if not mutable:
+            c.r.fault(
+                f'Alias["{target}"] names no mutable parameter of {c.r.name}({", ".join(c.parameters)}).',
+                "E117",
+                c.location,
+            )
+            hint, target = None, None
+        else:
+            roots = [p.name for p in mutable]
+    members = None if target is not None else annotations.members(hint, namespace)
+    if members is not None:
+        inside = structures.children(x)
+        if inside is None or len(inside) != len(members):
+            c.r.fault(
+                f"a structure of {len(members)} is declared, and {x!r} returned.",
+                location=c.location,
+            )
+            return None
+        return structures.rebuild(
+            x,
+            [
+                _one(c, variable, e, h, namespace, path=f"{path}.{n}" if path else n)
+                for (n, e), (_, h) in zip(inside, members, strict=True)
+            ],
+        )
+    leaves = structures.leaves(x, Operand)
+    if target is not None and len(leaves) != len(roots):
+        c.r.fault(
+            f'{len(leaves)} tensors are returned as Alias["{target}"], which are {len(roots)}.',
+            location=c.location,
+        )
+        return None
+    count = iter(range(len(leaves)))
+
+    def add(leaf: Any, at: str) -> int:
+        k = next(count)
+        full = ".".join(p for p in (path, at) if p)
+        own = variable
+        if names and at.isdigit():
+            own, full = names[int(at)], ""
+        return c.add(own, full, leaf, hint, roots[k] if roots else None)
+
+    return structures.transform(add, x, Operand)

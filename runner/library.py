@@ -1,0 +1,135 @@
+"""Loading of sub-sessions into onnxruntime: threads, and one copy of every weight."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import onnxruntime
+from onnxruntime.capi import onnxruntime_pybind11_state as ort
+
+from onnx_inplace.compiler.steps import SubSession, Weight
+
+_SILENT = 4  # log severity: fatal
+# Operators that take a constant input as it is. Others may repack it into memory of their own.
+_KEEP = {"Add", "Div", "Gather", "GatherElements", "GatherND", "Identity", "Mul", "Slice", "Sub"}
+# Where the bytes of a weight in memory would stand: beyond the end of a file that exists. So an
+# optimizer that asks the model for them, not the session, fails; it must not read something else.
+_NOWHERE = {"location": Path(__file__).name, "offset": str(1 << 48)}
+
+_lock = threading.Lock()
+_pool_threads: int | None = None  # of the process; onnxruntime makes its pool once
+
+
+def _use_pool(threads: int) -> bool:
+    """Whether the process has a pool of this size, made now if there is none."""
+    global _pool_threads
+    with _lock:
+        if _pool_threads is None:
+            try:
+                ort.set_global_thread_pool_sizes(threads, 1)
+            except RuntimeError:  # another part of the process has made it
+                _pool_threads = 0
+            else:
+                _pool_threads = threads
+        return _pool_threads == threads
+
+
+class Library:
+    """Loads the sub-sessions of one session.
+
+    With one thread no pool is needed. With more, all sub-sessions share the pool of the process; where that has
+    another size, each gets threads of its own. No thread spins after a call: kernels of ours run beside them.
+    """
+
+    def __init__(self, threads: int):
+        self._threads = threads
+        self._values: dict[int, tuple[ir.TensorProtocol, onnxruntime.OrtValue]] = {}
+
+    def load(self, step: SubSession) -> onnxruntime.InferenceSession:
+        """A session that is ready to run."""
+        try:
+            return self._load(step, copied=False)
+        except ort.Fail:
+            # an optimizer asked for the content of a weight that is in memory only
+            return self._load(step, copied=True)
+
+    def _load(self, step: SubSession, *, copied: bool) -> onnxruntime.InferenceSession:
+        options = self._options()
+        proto = onnx.ModelProto.FromString(step.model)
+        folders = {
+            os.fspath(w.tensor.base_dir) if isinstance(w.tensor, ir.ExternalTensor) else None
+            for w in step.weights
+        }
+        mapped = len(folders) == 1 and None not in folders
+        folder = folders.pop() if mapped else os.fspath(Path(__file__).parent)
+        options.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", folder
+        )
+        # what stands in one file and is used once, onnxruntime maps itself
+        given = [w for w in step.weights if w.shared or not mapped]
+        if not mapped:
+            _refer_nowhere(proto, {w.name for w in given})
+        values = [self._value(w) for w in given]
+        if copied:
+            options.add_external_initializers([w.name for w in given], values)
+        else:
+            for weight, value in zip(given, values, strict=True):
+                options.add_initializer(weight.name, value)
+            if _repacked(proto.graph, {w.name for w in given if w.shared}):
+                options.add_session_config_entry("session.disable_prepacking", "1")
+        return onnxruntime.InferenceSession(
+            proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
+
+    def _options(self) -> Any:
+        options = ort.SessionOptions()
+        options.log_severity_level = _SILENT
+        options.inter_op_num_threads = 1
+        options.intra_op_num_threads = self._threads
+        if self._threads > 1:
+            options.add_session_config_entry("session.force_spinning_stop", "1")
+            if _use_pool(self._threads):
+                options.use_per_session_threads = False
+            else:
+                options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        return options
+
+    def _value(self, weight: Weight) -> onnxruntime.OrtValue:
+        """The OrtValue over the one array of a weight; onnxruntime keeps no reference to it."""
+        tensor = weight.tensor
+        held = self._values.get(id(tensor))
+        if held is None:
+            value = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(
+                tensor.numpy(), tensor.dtype.value
+            )
+            held = self._values[id(tensor)] = tensor, value
+        return held[1]
+
+
+def _refer_nowhere(proto: onnx.ModelProto, names: set[str]) -> None:
+    for tensor in proto.graph.initializer:
+        if tensor.name in names:
+            del tensor.external_data[:]
+            for key, text in _NOWHERE.items():
+                tensor.external_data.add(key=key, value=text)
+
+
+def _repacked(graph: onnx.GraphProto, names: set[str]) -> bool:
+    """Whether an operator that uses one of these weights may make a packed copy of it."""
+    return any(
+        names.intersection(node.input) and node.op_type not in _KEEP for node in _nodes(graph)
+    )
+
+
+def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield from _nodes(attribute.g)

@@ -1,0 +1,181 @@
+"""Sub-sessions: runs of ordinary nodes, executed by onnxruntime.
+
+A call costs little only when everything is prepared: one IOBinding per frame, addresses bound once, one RunOptions.
+Values that cannot be bound by address (strings, sequences) take the ordinary way through ``session.run``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from onnxruntime.capi import onnxruntime_pybind11_state as ort
+
+from onnx_inplace.compiler.steps import Block, ExecutionPlan, Storage, SubSession, Value
+from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.runner import library
+from onnx_inplace.runner.actions import Action, Array, Slots
+from onnx_inplace.runner.frames import Frame
+
+_CPU = ort.OrtDevice(ort.OrtDevice.cpu(), ort.OrtDevice.default_memory(), 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Port:
+    """A value at the border of a sub-session."""
+
+    name: str
+    slot: int
+    value: Value
+    code: int  # element type as ONNX numbers it
+    dtype: np.dtype
+
+
+class SubSessionRunner:
+    """A loaded sub-session. Immutable; shared by bindings and threads."""
+
+    def __init__(self, step: SubSession, plan: ExecutionPlan, loader: library.Library):
+        self._owner = loader.load(step)
+        self._session = self._owner._sess  # the layer below costs a third of a call less
+        self._plain = all(
+            value.dtype is not None and value.dtype.bitwidth >= 8 and value.dtype.name != "STRING"
+            for value in (plan.values[p.slot] for p in (*step.inputs, *step.outputs))
+        )
+        self._step = step
+        self._inputs = [_port(p.name, plan.values[p.slot]) for p in step.inputs] if self._plain else []
+        self._outputs = (
+            [_port(p.name, plan.values[p.slot]) for p in step.outputs] if self._plain else []
+        )
+
+    def action(self, frame: Frame, block: Block) -> Action:
+        """The call of one frame: noting shapes, or prepared when they are known."""
+        if not self._plain:
+            return self._unbound()
+        if all(p.slot in frame.shapes for p in self._outputs if p.value.fixed):
+            return self._prepared(frame, block)
+        return self._noting(frame)
+
+    def _unbound(self) -> Action:
+        run = self._session.run
+        inputs = [(p.name, p.slot) for p in self._step.inputs]
+        names, slots_out = [p.name for p in self._step.outputs], [p.slot for p in self._step.outputs]
+
+        def act(slots: Slots) -> None:
+            results = run(names, {name: slots[slot] for name, slot in inputs}, None)
+            for slot, result in zip(slots_out, results, strict=True):
+                slots[slot] = result
+
+        return act
+
+    def _noting(self, frame: Frame) -> Action:
+        """Everything is bound anew, the library allocates all results."""
+        session, inputs, outputs = self._session, self._inputs, self._outputs
+        options = ort.RunOptions()
+
+        def act(slots: Slots) -> None:
+            binding = ort.SessionIOBinding(session)
+            for port in inputs:
+                array = _checked(port, slots[port.slot])
+                binding.bind_input(port.name, _CPU, port.code, array.shape, address(array))
+            for port in outputs:
+                binding.bind_output(port.name, _CPU)
+            session.run_with_iobinding(binding, options)
+            for port, result in zip(outputs, binding.get_outputs(), strict=True):
+                array = _to_numpy(result, port.dtype)
+                slots[port.slot] = array
+                if port.value.fixed:
+                    frame.note(port.slot, array.shape)
+
+        return act
+
+    def _prepared(self, frame: Frame, block: Block) -> Action:
+        """What keeps its address is bound here, the rest at every call."""
+        binding = ort.SessionIOBinding(self._session)
+        bind_input, bind_output, get_outputs = (
+            binding.bind_input,
+            binding.bind_output,
+            binding.get_outputs,
+        )
+        moving = []
+        for port in self._inputs:
+            array = frame.template[port.slot]
+            if array is None:
+                moving.append((port.slot, port.name, port.code))
+            else:
+                bind_input(port.name, _CPU, port.code, array.shape, address(array))
+        fresh, unknown = [], []
+        for index, port in enumerate(self._outputs):
+            if port.value.storage is Storage.BUFFER:
+                array = frame.buffer(block, port.slot)
+                bind_output(port.name, _CPU, port.code, array.shape, address(array))
+            elif port.value.fixed:
+                fresh.append((port.slot, port.name, port.code, frame.shapes[port.slot], port.dtype))
+            else:
+                unknown.append((port.slot, port.name, index, port.dtype))
+        # get_outputs has the order in which they were bound first
+        order = [p.name for p in self._outputs if p.value.storage is Storage.BUFFER]
+        order += [name for _, name, *_ in fresh] + [name for _, name, *_ in unknown]
+        unknown = [(slot, name, order.index(name), dtype) for slot, name, _, dtype in unknown]
+        run, options, empty = self._session.run_with_iobinding, ort.RunOptions(), np.empty
+
+        def act(slots: Slots) -> None:
+            for slot, name, code in moving:
+                array = slots[slot]
+                bind_input(name, _CPU, code, array.shape, address(array))
+            for slot, name, code, shape, dtype in fresh:
+                slots[slot] = array = empty(shape, dtype)
+                bind_output(name, _CPU, code, shape, address(array))
+            if not unknown:
+                run(binding, options)
+                return
+            for _, name, _, _ in unknown:
+                bind_output(name, _CPU)  # or the result of the last run would be overwritten
+            run(binding, options)
+            results = get_outputs()
+            for slot, _, index, dtype in unknown:
+                slots[slot] = _to_numpy(results[index], dtype)
+
+        return act
+
+
+def _port(name: str, value: Value) -> _Port:
+    assert value.dtype is not None
+    return _Port(name, value.slot, value, value.dtype.value, value.dtype.numpy())
+
+
+def _checked(port: _Port, array: Array) -> Array:
+    """An address says nothing about type and layout: compare them once, when a frame begins."""
+    if array.dtype != port.dtype or not array.flags.c_contiguous:
+        raise TypeError(
+            f"`{port.value.name}` is {array.dtype}, strides {array.strides}; "
+            f"{port.dtype} in C order is expected"
+        )
+    return array
+
+
+def _to_numpy(value: Any, dtype: np.dtype) -> Array:
+    """The memory of an OrtValue as an array that keeps it alive."""
+    if dtype.isbuiltin == 1:
+        array: Array = value.numpy()
+        return array
+    shape: Sequence[int] = value.shape()
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if not size:
+        return np.empty(shape, dtype)
+    memory = _Memory(value, size)
+    return np.asarray(memory).view(dtype).reshape(shape)
+
+
+class _Memory:
+    """Bytes of an OrtValue for numpy; types of ml_dtypes have no other way."""
+
+    def __init__(self, value: Any, size: int):
+        self._value = value
+        self.__array_interface__ = {
+            "data": (value.data_ptr(), False),
+            "shape": (size,),
+            "typestr": "|u1",
+            "version": 3,
+        }
