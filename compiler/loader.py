@@ -24,7 +24,6 @@ from onnx_inplace.compiler import (
     flat,
     integrity,
     operators,
-    weights,
 )
 from onnx_inplace.compiler.contract import Access
 from onnx_inplace.compiler.errors import ContractError, Finding, ModelFileError

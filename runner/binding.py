@@ -61,8 +61,7 @@ class Binding:
         self._running = threading.Lock()
         self._failed: tuple[BaseException, tuple[journal.Written, ...]] | None = None
         self._prepared: dict[tuple[tuple[int, ...], ...], tuple[Check, ...]] = {}
-        self._template = session.template(self.arrays)
-        self._act = session.instantiate()
+        self._execution = session.open(self.arrays)
 
     def __enter__(self) -> Self:
         """The binding itself: the lease has begun already."""
@@ -130,16 +129,18 @@ class Binding:
             error, written = self._failed
             raise _dirty(error, written) from error
         session = self._session
-        slots: Slots = self._template.copy()  # a run's own, so that nothing of it is kept alive
-        slots.append([])  # journal.JOURNAL
         given = self._given(values)
+        shapes = tuple([array.shape for array in given])
+        run = self._execution.run(shapes)
+        slots = run.slots()  # of this run alone, so that nothing of it is kept alive
+        slots.append([])  # journal.JOURNAL
         for (slot, _), array in zip(session.feeds, given, strict=True):
             slots[slot] = array
-        for check in self._checks(given):
+        for check in self._checks(shapes):
             check(slots)
         self.generation += 1
         try:
-            self._act(slots)
+            run(slots)
         except BaseException as error:
             written = journal.read(slots)
             if written:
@@ -168,9 +169,8 @@ class Binding:
             given.append(array if array.flags.c_contiguous else np.ascontiguousarray(array))
         return given
 
-    def _checks(self, given: list[Array]) -> tuple[Check, ...]:
+    def _checks(self, shapes: tuple[tuple[int, ...], ...]) -> tuple[Check, ...]:
         """The checks of a run with inputs of these shapes."""
-        shapes = tuple([array.shape for array in given])
         prepared = self._prepared.get(shapes)
         if prepared is None:
             dims = dict(self._dims)

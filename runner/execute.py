@@ -1,8 +1,9 @@
 """A plan becomes closures over slots. Storage and inputs have been checked before.
 
-Three layers, by what they belong to: an ``Engine`` (one per session: loaded sub-sessions and kernels, immutable), an
-``Execution`` (one per binding: the caller's storage), and a frame (one per tuple of input dimensions: buffers and
-prepared bindings). A run takes its slots from a frame's template, so nothing of a run outlives it but its outputs.
+Three layers, by what they belong to: an ``Engine`` (one per session: loaded sub-sessions and
+kernels, immutable), an ``Execution`` (one per binding: the caller's storage), and a frame (one per
+tuple of input dimensions: buffers and prepared bindings). A run takes its slots from a frame's
+template, so nothing of a run outlives it but its outputs.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class Engine:
         return _Builder(self, frame).block(self.plan.block)
 
     def step(self, step: Step, block: Block, frame: Frame, builder: _Builder) -> Action:
+        """The closure of one step, for one frame."""
         match step:
             case SubSession():
                 return self._sub_sessions[id(step)].action(frame, block)

@@ -1,7 +1,8 @@
 """What the runs of one binding with one tuple of input dimensions have in common.
 
-The first run of a frame lets the library allocate and notes the shapes of what the plan calls fixed; from the second
-run on those values have buffers that are prepared once. Dimensions that come only once (a prompt) cost no buffers.
+The first run of a frame lets the library allocate and notes the shapes of what the plan calls
+fixed; from the second run on those values have buffers that are prepared once. Dimensions that
+come only once (a prompt) cost no buffers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from onnx_inplace.compiler.steps import Block, ExecutionPlan, Storage
-from onnx_inplace.runner.actions import Array, Slots
+from onnx_inplace.runner.actions import Array, DType, Slots
 
 _ALIGNMENT = 64  # [bytes]
 
@@ -28,13 +29,14 @@ class Buffers:
         """Bytes that are held."""
         return sum(raw.nbytes for raw, _ in self._held)
 
-    def take(self, shape: tuple[int, ...], dtype: np.dtype, life: tuple[int, int]) -> Array:
-        """An array for a value that lives from step ``life[0]`` to step ``life[1]``, both included."""
+    def take(self, shape: tuple[int, ...], dtype: DType, life: tuple[int, int]) -> Array:
+        """An array for a value that lives from step ``life[0]`` to ``life[1]``, both included."""
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         fitting = [
             (raw, taken)
             for raw, taken in self._held
-            if raw.nbytes >= size and all(life[1] < first or last < life[0] for first, last in taken)
+            if raw.nbytes >= size
+            and all(life[1] < first or last < life[0] for first, last in taken)
         ]
         if fitting:
             raw, taken = min(fitting, key=lambda pair: pair[0].nbytes)
@@ -79,7 +81,7 @@ class Frame:
             self.stale = True
 
     def buffer(self, block: Block, slot: int) -> Array:
-        """The array that is the value of ``slot`` in all runs. It is made when it is first asked for."""
+        """The array that is the value of ``slot`` in all runs, made when first asked for."""
         held: Array | None = self.template[slot]
         if held is None:
             value = self.plan.values[slot]

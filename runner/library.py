@@ -43,8 +43,9 @@ def _use_pool(threads: int) -> bool:
 class Library:
     """Loads the sub-sessions of one session.
 
-    With one thread no pool is needed. With more, all sub-sessions share the pool of the process; where that has
-    another size, each gets threads of its own. No thread spins after a call: kernels of ours run beside them.
+    With one thread no pool is needed. With more, all sub-sessions share the pool of the process;
+    where that has another size, each gets threads of its own. No thread spins after a call:
+    kernels of ours run beside them.
     """
 
     def __init__(self, threads: int):

@@ -9,14 +9,14 @@ from __future__ import annotations
 import bisect
 import operator
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 import onnx_ir as ir
 
 from onnx_inplace.compiler import errors, loader, planner, positions
 from onnx_inplace.runner import binding, checks, execute, inputs, outputs, storage
+from onnx_inplace.runner.actions import Settings
 from onnx_inplace.runner.storage import Array, Interval
 
 Source = loader.Source
@@ -57,26 +57,24 @@ class Session:
         self.plan = planner.plan(loaded)
         self.checks = positions.build(loaded)
         graph, mutable = loaded.model.graph, set(self.plan.mutable)
-        ports = [(self.plan.slot[v], inputs.Port.of(v)) for v in self.plan.inputs]
+        ports = [
+            (i.slot, inputs.Port.of(value))
+            for i, value in zip(self.plan.inputs, graph.inputs, strict=True)
+        ]
         self.mutable_inputs = tuple(port for _, port in ports if port.name in mutable)
         self.feeds = tuple((slot, port) for slot, port in ports if port.name not in mutable)
         self.inputs = tuple(port for _, port in self.feeds)
         self.ports_by_name = {port.name: port for port in self.mutable_inputs}
-        self.results = tuple(
-            (name, slot, root)
-            for (name, root), slot in zip(self.plan.outputs, self.plan.block.outputs, strict=True)
-        )
+        self.results = tuple((o.name, o.slot, o.root) for o in self.plan.outputs)
         self.outputs = tuple(
             inputs.Port.of(value) if root is None else self.ports_by_name[root]
             for value, (_, _, root) in zip(graph.outputs, self.results, strict=True)
         )
         self.outputs_type = outputs.outputs_type([name for name, _, _ in self.results])
         self._slot_of = {port.name: slot for slot, port in ports}
-        self._act = execute.compile_block(self.plan.block)
+        self._engine = execute.Engine(self.plan, Settings(threads=threads))
         self.prechecks = checks.Prechecks(self.checks, self._slot_of)
-        self._kept = sorted(
-            storage.interval(a) for a in self.plan.constants.values() if isinstance(a, np.ndarray)
-        )
+        self._kept = sorted(storage.interval(a) for a in self._engine.constants.values())
         weights = _weights_in_memory(graph)
         if weights:
             weakref.finalize(self, storage.leases.give_back, storage.leases.lend(weights))
@@ -157,18 +155,9 @@ class Session:
 
     # What follows serves Binding.
 
-    def template(self, arrays: Mapping[str, Array]) -> list[Any]:
-        """Slots of a run, filled with constants and the caller's storage."""
-        slots: list[Any] = [None] * self.plan.slots
-        for slot, value in self.plan.constants.items():
-            slots[slot] = value
-        for name, array in arrays.items():
-            slots[self._slot_of[name]] = array
-        return slots
-
-    def instantiate(self) -> Callable[[list[Any]], None]:
+    def open(self, arrays: Mapping[str, Array]) -> execute.Execution:
         """The executable plan of one binding."""
-        return self._act
+        return self._engine.open(arrays)
 
     def keeps(self, mine: Interval) -> bool:
         """Whether ``mine`` lies in a constant of the plan."""

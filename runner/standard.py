@@ -1,7 +1,8 @@
 """Sub-sessions: runs of ordinary nodes, executed by onnxruntime.
 
-A call costs little only when everything is prepared: one IOBinding per frame, addresses bound once, one RunOptions.
-Values that cannot be bound by address (strings, sequences) take the ordinary way through ``session.run``.
+A call costs little only when everything is prepared: one IOBinding per frame, addresses bound
+once, one RunOptions. Values that cannot be bound by address (strings, sequences) take the ordinary
+way through ``session.run``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort
 from onnx_inplace.compiler.steps import Block, ExecutionPlan, Storage, SubSession, Value
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner import library
-from onnx_inplace.runner.actions import Action, Array, Slots
+from onnx_inplace.runner.actions import Action, Array, DType, Slots
 from onnx_inplace.runner.frames import Frame
 
 _CPU = ort.OrtDevice(ort.OrtDevice.cpu(), ort.OrtDevice.default_memory(), 0)
@@ -30,7 +31,7 @@ class _Port:
     slot: int
     value: Value
     code: int  # element type as ONNX numbers it
-    dtype: np.dtype
+    dtype: DType
 
 
 class SubSessionRunner:
@@ -44,7 +45,9 @@ class SubSessionRunner:
             for value in (plan.values[p.slot] for p in (*step.inputs, *step.outputs))
         )
         self._step = step
-        self._inputs = [_port(p.name, plan.values[p.slot]) for p in step.inputs] if self._plain else []
+        self._inputs = (
+            [_port(p.name, plan.values[p.slot]) for p in step.inputs] if self._plain else []
+        )
         self._outputs = (
             [_port(p.name, plan.values[p.slot]) for p in step.outputs] if self._plain else []
         )
@@ -60,7 +63,10 @@ class SubSessionRunner:
     def _unbound(self) -> Action:
         run = self._session.run
         inputs = [(p.name, p.slot) for p in self._step.inputs]
-        names, slots_out = [p.name for p in self._step.outputs], [p.slot for p in self._step.outputs]
+        names, slots_out = (
+            [p.name for p in self._step.outputs],
+            [p.slot for p in self._step.outputs],
+        )
 
         def act(slots: Slots) -> None:
             results = run(names, {name: slots[slot] for name, slot in inputs}, None)
@@ -155,7 +161,7 @@ def _checked(port: _Port, array: Array) -> Array:
     return array
 
 
-def _to_numpy(value: Any, dtype: np.dtype) -> Array:
+def _to_numpy(value: Any, dtype: DType) -> Array:
     """The memory of an OrtValue as an array that keeps it alive."""
     if dtype.isbuiltin == 1:
         array: Array = value.numpy()

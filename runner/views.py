@@ -56,7 +56,9 @@ def _shape(step: View, before: tuple[int, ...], given: list[int] | None) -> tupl
 
 
 def _reshape(before: tuple[int, ...], wanted: list[int], zeros: bool) -> tuple[int, ...]:
-    shape = [before[k] if d == 0 and not zeros and k < len(before) else d for k, d in enumerate(wanted)]
+    shape = [
+        before[k] if d == 0 and not zeros and k < len(before) else d for k, d in enumerate(wanted)
+    ]
     if -1 in shape:
         known = math.prod(d for d in shape if d != -1)
         shape[shape.index(-1)] = math.prod(before) // known if known else 0
