@@ -9,88 +9,25 @@ block may see are ever loaded: what lies beyond the valid length may be anything
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray, njit
 
+from onnx_inplace.numba_kernels import layout
 from onnx_inplace.numba_kernels.floats import (
     exp2,
     float32_at,
-    int64_at,
+    float_of_bits,
     narrow,
     uint8_at,
     widen,
 )
-from onnx_inplace.numba_kernels.memory import on_demand
+from onnx_inplace.numba_kernels.memory import kernel
 
 ROWS = 32  # query rows of an item
 TILE = 64  # keys that are converted at once
 LOG2_E = np.float32(1.4426950408889634)
 NOTHING = np.float32(-np.inf)
-
-
-class Layout(NamedTuple):
-    """What a call of attention is, but for the addresses. Strides are in bytes.
-
-    A kind is one of ``floats.FLOAT32``, ``FLOAT16``, ``BFLOAT16``. A query at position ``p`` sees
-    the keys ``p - left .. p + right``, where -1 leaves a side open. ``mask_size`` is 0 (no mask),
-    1 (bool, true: may be seen) or 4 (float32, added to the scores); keys from ``mask_keys`` on are
-    not seen.
-    """
-
-    batch: int
-    kv_heads: int
-    group: int  # query heads of one kv head
-    tokens: int  # queries of one head
-    head_size: int
-    value_size: int
-    query_kind: int
-    key_kind: int
-    value_kind: int
-    output_kind: int
-    left: int
-    right: int
-    at_end: int  # 1: the queries are the last of the valid tokens; 0: they stand at 0 and following
-    query_batch: int
-    query_head: int
-    query_token: int
-    key_batch: int
-    key_head: int
-    key_token: int
-    value_batch: int
-    value_head: int
-    value_token: int
-    output_batch: int
-    output_head: int
-    output_token: int
-    mask_batch: int
-    mask_head: int
-    mask_token: int
-    mask_size: int
-    mask_keys: int
-
-
-class Places(NamedTuple):
-    """Addresses of a call; 0 where there is no mask or no sinks."""
-
-    query: int
-    key: int
-    value: int
-    output: int
-    lengths: int  # (batch) int64: valid keys
-    mask: int
-    sinks: int  # (heads) float32: score of a key without value
-
-
-@njit  # type: ignore[misc]
-def _layout(address):  # type: ignore[no-untyped-def]
-    n = carray(int64_at(address), (30,))
-    return Layout(
-        n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9],
-        n[10], n[11], n[12], n[13], n[14], n[15], n[16], n[17], n[18], n[19],
-        n[20], n[21], n[22], n[23], n[24], n[25], n[26], n[27], n[28], n[29],
-    )  # fmt: skip
 
 
 def workspace_size(head_size: int, value_size: int) -> int:
@@ -167,17 +104,10 @@ def _accumulate(s, first, last, top_of, sum_of, row, o, values, size):  # type: 
 
 
 @njit  # type: ignore[misc]
-def _visible(x, length, position):  # type: ignore[no-untyped-def]
-    """First, and one past the last key that a query at ``position`` sees."""
-    low = max(0, position - x.left) if x.left >= 0 else 0
-    high = min(length, position + x.right + 1) if x.right >= 0 else length
-    return low, max(low, high)
-
-
-@njit  # type: ignore[misc]
-def _block(x, at, b, h, row, rows, length, start, scale, softcap, space):  # type: ignore[no-untyped-def]
+def _block(x, at, b, h, row, rows, length, start, space):  # type: ignore[no-untyped-def]
     """Rows ``row .. row + rows`` of kv head ``h``: row ``t * group + g`` is token t in head g."""
     size, value_size = x.head_size, x.value_size
+    scale, softcap = float_of_bits(x.scale), float_of_bits(x.softcap)
     q = carray(float32_at(space), (ROWS * size,))
     space += ROWS * size * 4
     o = carray(float32_at(space), (ROWS * value_size,))
@@ -194,7 +124,7 @@ def _block(x, at, b, h, row, rows, length, start, scale, softcap, space):  # typ
         t, head = (row + r) // x.group, h * x.group + (row + r) % x.group
         source = at.query + b * x.query_batch + head * x.query_head + t * x.query_token
         widen(q, r * size, size, source, x.query_kind)
-        low, high = _visible(x, length, start + t)
+        low, high = layout.visible(x, length, start + t)
         if low < high:
             first_key, last_key = min(first_key, low), max(last_key, high)
         top_of[r], sum_of[r] = NOTHING, 0
@@ -213,7 +143,7 @@ def _block(x, at, b, h, row, rows, length, start, scale, softcap, space):  # typ
             widen(values, j * value_size, value_size, value + j * x.value_token, x.value_kind)
         for r in range(rows):
             t, head = (row + r) // x.group, h * x.group + (row + r) % x.group
-            low, high = _visible(x, length, start + t)
+            low, high = layout.visible(x, length, start + t)
             first, last = max(low - tile, 0), min(high - tile, count)
             if first >= last:
                 continue
@@ -233,46 +163,28 @@ def _block(x, at, b, h, row, rows, length, start, scale, softcap, space):  # typ
         narrow(target, value_size, o, r * value_size, x.output_kind)
 
 
-@njit  # type: ignore[misc]
-def _work(worker, workers, layout, at, scale, softcap, space):  # type: ignore[no-untyped-def]
-    """Every ``workers``-th block: the later blocks of a causal prompt see more keys."""
-    x = _layout(layout)
-    space += worker * (
-        (ROWS * (x.head_size + x.value_size + 2) + TILE * (x.head_size + x.value_size + 1)) * 4
-    )
-    rows = x.group * x.tokens
-    blocks = (rows + ROWS - 1) // ROWS
-    lengths = carray(int64_at(at.lengths), (x.batch,))
-    for item in range(worker, x.batch * x.kv_heads * blocks, workers):
-        row = item % blocks * ROWS
-        b, h = item // blocks // x.kv_heads, item // blocks % x.kv_heads
-        start = lengths[b] - x.tokens if x.at_end else 0
-        length = min(lengths[b], x.mask_keys) if x.mask_size else lengths[b]
-        _block(x, at, b, h, row, min(ROWS, rows - row), length, start, scale, softcap, space)
-
-
-@on_demand("void(" + ",".join(["int64"] * 8 + ["float32"] * 2 + ["int64"]) + ")")
+@kernel(layout.KERNEL)
 def attend(  # type: ignore[no-untyped-def]
-    layout, query, key, value, output, lengths, mask, sinks, scale, softcap, space
+    layout_at, query, key, value, output, lengths, mask, sinks, space, worker, workers
 ):
-    """Attention as ``layout`` (address of a Layout as int64 array) says, on the calling thread.
+    """Attention as ``layout_at`` (address of a Layout as int64 array) says, the part of a worker.
 
-    ``space``: workspace of ``workspace_size`` bytes. For the other arguments see Places.
+    ``space``: for each worker ``workspace_size`` bytes. For the other arguments see Places.
 
     Danger: addresses and lengths are not checked here.
 
     Source: ONNX Attention-25; with sinks, com.microsoft GroupQueryAttention.
     """
-    at = Places(query, key, value, output, lengths, mask, sinks)
-    _work(0, 1, layout, at, scale, softcap, space)
-
-
-@on_demand("void(" + ",".join(["int64"] * 8 + ["float32"] * 2 + ["int64"] * 2) + ")", parallel=True)
-def attend_parallel(  # type: ignore[no-untyped-def]
-    layout, query, key, value, output, lengths, mask, sinks, scale, softcap, space, workers
-):
-    """Like :func:`attend` on ``workers`` threads, with ``workers * workspace_size`` bytes."""
-    for worker in prange(workers):
-        # made here: numba does not carry named tuples into the body of a prange
-        at = Places(query, key, value, output, lengths, mask, sinks)
-        _work(worker, workers, layout, at, scale, softcap, space)
+    x = layout.read(layout_at)
+    at = layout.Places(query, key, value, output, lengths, mask, sinks)
+    space += worker * (
+        (ROWS * (x.head_size + x.value_size + 2) + TILE * (x.head_size + x.value_size + 1)) * 4
+    )
+    rows = x.group * x.tokens
+    blocks = (rows + ROWS - 1) // ROWS
+    # every workers-th block: the later blocks of a causal prompt see more keys
+    for item in range(worker, x.batch * x.kv_heads * blocks, workers):
+        row = item % blocks * ROWS
+        b, h = item // blocks // x.kv_heads, item // blocks % x.kv_heads
+        length, start = layout.extent(x, lengths, b)
+        _block(x, at, b, h, row, min(ROWS, rows - row), length, start, space)

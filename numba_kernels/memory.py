@@ -33,39 +33,50 @@ def compiled(signature: str, **options: Any) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         try:
-            kernel: F = numba.njit(signature, nogil=True, cache=True, **options)(function)
+            result: F = numba.njit(signature, nogil=True, cache=True, **options)(function)
         except RuntimeError as error:
             if "cannot cache" not in str(error):
                 raise
-            kernel = numba.njit(signature, nogil=True, **options)(function)
-        return kernel
+            result = numba.njit(signature, nogil=True, **options)(function)
+        return result
 
     return decorate
 
 
 class OnDemand:
-    """A kernel that takes seconds to compile: compiled, or read from disk, when first wanted."""
+    """A function that takes seconds to compile: compiled, or read from disk, when first wanted."""
 
-    def __init__(
-        self, signature: str, function: Callable[..., Any], options: dict[str, Any]
-    ) -> None:
-        self._compile = compiled(signature, **options)
-        self._function = function
-        self._kernel: Callable[..., Any] | None = None
+    def __init__(self, compile_: Callable[[Callable[..., Any]], Any], function: Any) -> None:
+        self._compile, self._function = compile_, function
+        self._result: Any = None
         self._lock = threading.Lock()
         self.__doc__ = function.__doc__
 
-    def ready(self) -> Callable[..., Any]:
-        """The compiled kernel. Wanted at load, so that nothing compiles in the middle of a run."""
+    def ready(self) -> Any:
+        """The compiled function. Asked for at load, so that nothing compiles during a run."""
         with self._lock:
-            if self._kernel is None:
-                self._kernel = self._compile(self._function)
-            return self._kernel
+            if self._result is None:
+                self._result = self._compile(self._function)
+            return self._result
 
 
 def on_demand(signature: str, **options: Any) -> Callable[[Callable[..., Any]], OnDemand]:
     """Like :func:`compiled`, at the first call of ``ready()``."""
-    return lambda function: OnDemand(signature, function, options)
+    return lambda function: OnDemand(compiled(signature, **options), function)
+
+
+def kernel(signature: str) -> Callable[[Callable[..., Any]], OnDemand]:
+    """A C function, for calls by address: ``ready().address``."""
+
+    def compile_(function: Callable[..., Any]) -> Any:
+        try:
+            return numba.cfunc(signature, cache=True)(function)
+        except RuntimeError as error:
+            if "cannot cache" not in str(error):
+                raise
+            return numba.cfunc(signature)(function)
+
+    return lambda function: OnDemand(compile_, function)
 
 
 def _documented_address(array: np.ndarray[Any, Any]) -> int:
@@ -140,3 +151,15 @@ def store_int64(typing_context, place, value):  # type: ignore[no-untyped-def]
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
+
+
+@intrinsic  # type: ignore[misc]
+def fetch_add(typing_context, place, number):  # type: ignore[no-untyped-def]
+    """Add to an int64 that threads share; its value before."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        place, number = arguments
+        pointer = builder.inttoptr(place, ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", pointer, number, "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate

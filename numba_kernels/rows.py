@@ -62,7 +62,7 @@ def place(  # type: ignore[no-untyped-def]
 
     Shapes:
         starts:         (batch) int64, or 0: from token 0 on
-        positions:      (batch, tokens) int64: which row of ``cosines`` and ``sines`` rotates a token
+        positions:      (batch, tokens) int64: the row of ``cosines`` and ``sines`` for a token
         cosines, sines: (positions, rotated / 2) elements of ``angle_kind``
         space:          (size + rotated) float32, workspace
 

@@ -16,8 +16,16 @@ import ml_dtypes
 import numba
 import numpy as np
 
-from onnx_inplace.compiler import errors
-from onnx_inplace.numba_kernels import attention, floats
+from onnx_inplace.compiler import errors, steps
+from onnx_inplace.numba_kernels import (
+    attention,
+    decode,
+    floats,
+    invoke,
+    layout,
+    specialise,
+    vector,
+)
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner.actions import Array, Settings
 
@@ -30,6 +38,8 @@ KINDS: dict[np.dtype[Any], int] = {
 
 PARALLEL = 1 << 20
 """Products of elements from which a second thread pays: 1,800 tokens of 9 heads of 64."""
+
+SHORTEST_SPLIT = 256  # tokens
 
 T = TypeVar("T")
 
@@ -77,7 +87,7 @@ class Heads:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
-    """Attributes and sizes of a call; see ``numba_kernels.attention.Layout``."""
+    """Attributes and sizes of a call; see ``numba_kernels.layout.Layout``."""
 
     batch: int
     heads: int
@@ -99,13 +109,51 @@ class Problem:
     softcap: float
 
 
-class Kernels:
-    """The kernels of a step, compiled when the model is loaded."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shape:
+    """What fast kernels are made for; None where it is not known before a run."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.threads = settings.threads
-        self.serial = attention.attend.ready()
-        self.parallel = attention.attend_parallel.ready() if settings.threads > 1 else None
+    kind: int | None  # of keys and values
+    size: int | None  # of a head, in keys and values
+    group: int | None
+
+    def fits(self, problem: Problem) -> bool:
+        """Whether a call is of this shape."""
+        p = problem
+        return (p.kinds[1], p.head_size, p.heads // p.kv_heads) == (
+            self.kind,
+            self.size,
+            self.group,
+        ) and (
+            p.kinds[2],
+            p.value_size,
+        ) == (self.kind, self.size)
+
+
+class Kernels:
+    """The kernels of a step, compiled when the model is loaded: none is compiled during a run."""
+
+    def __init__(self, settings: Settings, shape: Shape) -> None:
+        self.threads, self.shape = settings.threads, shape
+        self.serial = invoke.invoke.ready()
+        self.parallel = invoke.invoke_parallel.ready() if settings.threads > 1 else None
+        self.portable: int = attention.attend.ready().address
+        self.decode: Any = None
+        kind, size, group = shape.kind, shape.size, shape.group
+        if (
+            settings.portable
+            or kind is None
+            or size is None
+            or group is None
+            or not vector.available()
+        ):
+            return
+        if size % vector.LANES == 0 and group <= vector.LANES:
+            self.decode = specialise.specialise(decode, kind, size, group)
+            self.decode_addresses = (
+                self.decode.partials.ready().address,
+                self.decode.merge.ready().address,
+            )
 
 
 class Call:
@@ -113,18 +161,20 @@ class Call:
 
     def __init__(self, problem: Problem, kernels: Kernels) -> None:
         p = self.problem = problem
-        layout = attention.Layout(
+        facts = layout.Layout(
             p.batch, p.kv_heads, p.heads // p.kv_heads, p.tokens, p.head_size, p.value_size,
-            *p.kinds, p.left, p.right, int(p.at_end),
+            *p.kinds, p.left, p.right, int(p.at_end), layout.bits(p.scale), layout.bits(p.softcap),
             *dataclasses.astuple(p.query), *dataclasses.astuple(p.key),
             *dataclasses.astuple(p.value), *dataclasses.astuple(p.output), *p.mask,
         )  # fmt: skip
-        self._layout = np.array(layout, np.int64)
+        self._layout = np.array(facts, np.int64)
         self._layout_address = address(self._layout)
         self._kernels = kernels
         self._workspace = attention.workspace_size(p.head_size, p.value_size)
         self._row_products = p.batch * p.heads * p.tokens * p.head_size
         self._all = np.full(p.batch, p.capacity, np.int64)
+        plain = not p.softcap and not p.mask[3] and kernels.shape.fits(p)
+        self._decode = kernels.decode if p.tokens == 1 and plain else None
 
     def __call__(
         self,
@@ -138,31 +188,40 @@ class Call:
         sinks: int = 0,
     ) -> None:
         """Read ``lengths`` tokens of each row (all without), write to address ``output``."""
-        p = self.problem
+        p, kernels = self.problem, self._kernels
         if lengths is None:
             lengths = self._all
-        at = address(lengths)
         longest = check_lengths(root, lengths, p.batch, p.capacity)
+        places = (
+            self._layout_address, query, key, value, output, address(lengths), mask, sinks
+        )  # fmt: skip
+        small = kernels.parallel is None or self._row_products * longest < PARALLEL
+        workers = 1 if small else kernels.threads
+        if self._decode is not None:
+            self._run_decode(places, workers, longest)
+        else:
+            workspace = np.empty(self._workspace * workers, np.uint8)
+            self._run(kernels.portable, places, address(workspace), workers)
+
+    def _run_decode(self, places: tuple[int, ...], workers: int, longest: int) -> None:
+        rows = self.problem.batch * self.problem.kv_heads
+        splits = 1
+        if workers > 1:  # some more items than threads, so that a late thread does not matter
+            splits = max(1, min(longest // SHORTEST_SPLIT, -(-4 * workers // rows)))
+        size = self._decode.workspace_size(rows * splits, workers)
+        workspace = np.empty(-(-size // 8), np.int64)
+        workspace[0], workspace[1] = 0, splits
+        partials, merge = self._kernels.decode_addresses
+        self._run(partials, places, address(workspace), workers)
+        self._kernels.serial(merge, *places, address(workspace), workers)
+
+    def _run(self, kernel: int, places: tuple[int, ...], space: int, workers: int) -> None:
         kernels = self._kernels
-        arguments = (
-            self._layout_address,
-            query,
-            key,
-            value,
-            output,
-            at,
-            mask,
-            sinks,
-            p.scale,
-            p.softcap,
-        )
-        if kernels.parallel is None or self._row_products * longest < PARALLEL:
-            workspace = np.empty(self._workspace, np.uint8)
-            kernels.serial(*arguments, address(workspace))
+        if workers == 1 or kernels.parallel is None:
+            kernels.serial(kernel, *places, space, 1)
             return
-        workspace = np.empty(self._workspace * kernels.threads, np.uint8)
-        with _parallel_region(kernels.threads):
-            kernels.parallel(*arguments, address(workspace), kernels.threads)
+        with _parallel_region(workers):
+            kernels.parallel(kernel, *places, space, workers)
 
 
 class Calls(Generic[T]):
@@ -219,3 +278,16 @@ def mask_layout(
     strides = (0,) * (4 - mask.ndim) + mask.strides
     batch, head, token = (0 if m == 1 else s for m, s in zip(shape[:3], strides, strict=False))
     return batch, head, token, mask.itemsize, shape[3]
+
+
+def kind_of(value: steps.Value | None) -> int | None:
+    """The kind of the elements of a value, where it is known."""
+    return None if value is None or value.dtype is None else KINDS.get(value.dtype.numpy())
+
+
+def known_dim(value: steps.Value | None, axis: int) -> int | None:
+    """A dimension of a value, where it is known."""
+    if value is None or value.shape is None or not -len(value.shape) <= axis < len(value.shape):
+        return None
+    dim = value.shape[axis]
+    return dim if isinstance(dim, int) else None

@@ -22,6 +22,9 @@ from onnx_inplace.runner.attend import (
     Heads,
     Kernels,
     Problem,
+    Shape,
+    kind_of,
+    known_dim,
     mask_layout,
     mask_values,
 )
@@ -86,7 +89,10 @@ def group_query_attention(step: steps.Kernel, settings: Settings) -> Action:
     heads: int = attributes["num_heads"]
     reuse = reusable(step, output)
     calls: Calls[_Ready] = Calls()
-    place, kernels = rows.place.ready(), Kernels(settings)
+    place = rows.place.ready()
+    cache = step.values.get(slot["past_key"] or 0)
+    shape = Shape(kind_of(cache), known_dim(cache, 3), heads // attributes["kv_num_heads"])
+    kernels = Kernels(settings, shape)
 
     def value_of(slots: Slots, name: str) -> Any:
         place = slot[name]
@@ -133,8 +139,8 @@ def group_query_attention(step: steps.Kernel, settings: Settings) -> Action:
             )
             _check_positions(positions, (batch, tokens), cosines.shape[0])
         sinks = _sinks(value_of(slots, "head_sink"), smooth, heads)
-        shape = (batch, tokens, heads * ready.head_size)
-        target = result(slots, output, reuse, shape, query.dtype)
+        result_shape = (batch, tokens, heads * ready.head_size)
+        target = result(slots, output, reuse, result_shape, query.dtype)
 
         # from here on nothing can fail
         space = np.empty(ready.workspace, np.uint8)

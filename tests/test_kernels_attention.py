@@ -5,6 +5,7 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 from hypothesis import given, settings
@@ -26,6 +27,13 @@ path = pytest.mark.parametrize("how", PATHS, ids=["portable", "default", "thread
 def kernel(domain, op_type, inputs, outputs, attributes, roots=()):
     """A step that reads slots 0, 1... and writes the slots behind them."""
     count = len(inputs)
+    values = {
+        i: steps.Value(
+            i, f"v{i}", ir.DataType.from_numpy(x.dtype), x.shape, None, steps.Storage.FRESH, True
+        )
+        for i, x in enumerate(inputs)
+        if x is not None
+    }
     step = steps.Kernel(
         domain,
         op_type,
@@ -35,7 +43,7 @@ def kernel(domain, op_type, inputs, outputs, attributes, roots=()):
         attributes,
         (),
         dict(roots),
-        {},
+        values,
         None,
     )
     return step, [*inputs, *[None] * outputs]

@@ -1,0 +1,129 @@
+"""Decode attention: one new token, all query heads of a kv head together, the keys in splits.
+
+``specialise`` makes copies of this file with other values in the next line.
+"""
+
+from numba import carray, njit
+
+from onnx_inplace.numba_kernels import layout
+from onnx_inplace.numba_kernels.decode_parts import (
+    TILE,
+    head_lanes,
+    make_gather,
+    make_scores,
+    make_soften,
+)
+from onnx_inplace.numba_kernels.floats import (
+    exp2,
+    float32_at,
+    float_of_bits,
+    int64_at,
+    narrow,
+    widen,
+)
+from onnx_inplace.numba_kernels.memory import fetch_add, kernel
+
+KIND, SIZE, GROUP = 0, 64, 3  # specialised
+
+LOG2_E = 1.4426950408889634
+LOWEST = -1e30
+HEADER = 64  # bytes: a counter of items, the number of splits
+TOKENS = 16 // head_lanes(GROUP)
+PARTIAL = 128 + GROUP * SIZE * 4  # bytes: largest scores, sums of weights, sums of values
+SCRATCH = (GROUP * SIZE + 48 + TILE // TOKENS * 16) * 4  # bytes: queries, state, scores
+
+scores = make_scores(KIND, SIZE, GROUP)
+soften = make_soften(GROUP)
+gather = make_gather(KIND, SIZE, GROUP)
+
+
+def workspace_size(items: int, workers: int) -> int:
+    """Bytes for ``items`` pairs of kv head and split."""
+    return HEADER + workers * SCRATCH + items * PARTIAL
+
+
+@njit
+def _split(x, at, b, h, low, high, scratch, partial):
+    """Keys ``low .. high`` of a kv head, into a partial result."""
+    queries, state = scratch, scratch + GROUP * SIZE * 4
+    weights = state + 192
+    q = carray(float32_at(queries), (GROUP * SIZE,))
+    factor = float_of_bits(x.scale) * LOG2_E
+    for g in range(GROUP):
+        source = at.query + b * x.query_batch + (h * GROUP + g) * x.query_head
+        widen(q, g * SIZE, SIZE, source, x.query_kind)
+    for i in range(GROUP * SIZE):
+        q[i] *= factor
+    s = carray(float32_at(state), (48,))
+    for i in range(16):
+        s[i], s[16 + i] = LOWEST, 0
+    result = carray(float32_at(partial), (PARTIAL // 4,))
+    for i in range(32, PARTIAL // 4):
+        result[i] = 0
+    for t in range(low, high, TILE):
+        count = min(TILE, high - t)
+        key = at.key + b * x.key_batch + h * x.key_head + t * x.key_token
+        value = at.value + b * x.value_batch + h * x.value_head + t * x.value_token
+        scores(key, x.key_token, count, queries, weights)
+        soften(weights, count, state)
+        gather(value, x.value_token, count, weights, state, partial + 128)
+    for i in range(32):
+        result[i] = s[i]
+
+
+@kernel(layout.KERNEL)
+def partials(layout_at, query, key, value, output, lengths, mask, sinks, space, worker, workers):
+    """Part of a worker: it takes pairs of kv head and split until none is left."""
+    x = layout.read(layout_at)
+    at = layout.Places(query, key, value, output, lengths, mask, sinks)
+    splits = carray(int64_at(space), (2,))[1]
+    scratch = space + HEADER + worker * SCRATCH
+    results = space + HEADER + workers * SCRATCH
+    items = x.batch * x.kv_heads * splits
+    while True:
+        item = fetch_add(space, 1)
+        if item >= items:
+            break
+        row, part = item // splits, item % splits
+        b, h = row // x.kv_heads, row % x.kv_heads
+        length, start = layout.extent(x, lengths, b)
+        low, high = layout.visible(x, length, start)
+        chunk = ((high - low + splits - 1) // splits + 15) // 16 * 16
+        first = low + part * chunk
+        last = min(high, first + chunk)
+        _split(x, at, b, h, first, last, scratch, results + item * PARTIAL)
+
+
+@kernel(layout.KERNEL)
+def merge(layout_at, query, key, value, output, lengths, mask, sinks, space, worker, workers):
+    """Join the splits of every head, and write the output. ``worker`` and ``workers`` as before."""
+    x = layout.read(layout_at)
+    splits = carray(int64_at(space), (2,))[1]
+    results = space + HEADER + workers * SCRATCH
+    row = carray(float32_at(space + HEADER), (SIZE,))
+    for item in range(x.batch * x.kv_heads):
+        b, h = item // x.kv_heads, item % x.kv_heads
+        part = carray(float32_at(results + item * splits * PARTIAL), (splits, PARTIAL // 4))
+        for g in range(GROUP):
+            head = h * GROUP + g
+            lane = g * TOKENS
+            top = float_of_bits(0xFF800000)
+            if sinks:
+                top = carray(float32_at(sinks), (head + 1,))[head] * LOG2_E
+            for p in range(splits):
+                top = max(top, part[p, lane])
+            total = (
+                exp2(carray(float32_at(sinks), (head + 1,))[head] * LOG2_E - top) if sinks else 0.0
+            )
+            for d in range(SIZE):
+                row[d] = 0
+            for p in range(splits):
+                weight = exp2(part[p, lane] - top)
+                for j in range(TOKENS):
+                    total += weight * part[p, 16 + lane + j]
+                for d in range(SIZE):
+                    row[d] += weight * part[p, 32 + g * SIZE + d]
+            inverse = 1 / total if total != 0 else 0.0  # nothing seen: a row of zeros
+            for d in range(SIZE):
+                row[d] *= inverse
+            narrow(output + b * x.output_batch + head * x.output_head, SIZE, row, 0, x.output_kind)

@@ -1,0 +1,170 @@
+"""The three inner loops of decode attention: scores, softmax, sum of values.
+
+The query heads of a kv head are done together, so that a key is converted once for all of them. A
+vector of 16 lanes holds the scores of ``16 // lanes`` tokens for each head: lane
+``head * tokens + token``; ``lanes`` is the number of heads, rounded up to a power of two.
+
+Scores are in base 2: the caller has multiplied the queries by log2(e).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from onnx_inplace.numba_kernels.floats import SIZES
+from onnx_inplace.numba_kernels.vector import LANES, LOWEST, VECTOR, Emitter
+
+TILE = 32  # tokens of one pass through the three loops: best of 16 to 256
+_REGISTERS = 16  # accumulators that are kept at once
+_TOGETHER = 4  # keys that share each load of the queries
+
+_I = types.int64
+
+
+def head_lanes(group: int) -> int:
+    """Heads, rounded up to a power of two."""
+    return 1 << (group - 1).bit_length()
+
+
+def make_scores(kind: int, size: int, group: int) -> Any:
+    """``scores(keys, stride, count, queries, to)``: products of ``count`` keys with all heads.
+
+    Shapes:
+        keys:    (count) rows of ``size`` elements of ``kind``, ``stride`` bytes apart
+        queries: (group, size) float32
+        to:      (groups of tokens, 16) float32; LOWEST where there is no token
+    """
+    tokens = LANES // head_lanes(group)
+    distance = TILE * size * SIZES[kind]
+
+    @intrinsic  # type: ignore[misc]
+    def scores(typing_context, keys, stride, count, queries, to):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            e = Emitter(builder)
+            keys, stride, count, queries, to = arguments
+            last = e.add(count, -1)
+            lanes = e.lanes([lane % tokens for lane in range(LANES)])
+            with e.loop(e.groups(count, tokens)) as g:
+                first = e.times(g, tokens)
+                rows = [
+                    e.add(keys, e.times(e.least(e.add(first, j), last), stride))
+                    for j in range(tokens)
+                ]
+                for row in rows:
+                    e.prefetch_row(row, size, kind, distance)
+                sums = [e.constant(0.0)] * LANES
+                for j in range(0, tokens, _TOGETHER):
+                    near = range(j, min(tokens, j + _TOGETHER))
+                    for c in range(0, size, LANES):
+                        key = [e.load(e.add(rows[i], c * SIZES[kind]), kind) for i in near]
+                        for head in range(group):
+                            query = e.load(e.add(queries, (head * size + c) * 4))
+                            for i, k in zip(near, key, strict=True):
+                                lane = head * tokens + i
+                                sums[lane] = e.fma(k, query, sums[lane])
+                left = e.splat_int(builder.sub(count, first))
+                row = e.where_less(lanes, left, e.sums(sums), e.constant(LOWEST))
+                e.store(row, e.add(to, e.times(g, 64)))
+            return context.get_dummy_value()
+
+        return types.void(_I, _I, _I, _I, _I), generate
+
+    return scores
+
+
+def make_soften(group: int) -> Any:
+    """``soften(scores, count, state)``: scores become weights, and the state takes them in.
+
+    Shapes:
+        scores: (groups of tokens, 16) float32, in place
+        state:  (3, 16) float32: largest score, sum of weights by lane, factor for older sums
+    """
+    tokens = LANES // head_lanes(group)
+
+    @intrinsic  # type: ignore[misc]
+    def soften(typing_context, scores, count, state):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            e = Emitter(builder)
+            scores, count, state = arguments
+            groups = e.groups(count, tokens)
+            before = e.load(state)
+            top = cgutils.alloca_once_value(builder, before)
+            builder.store(before, top)
+            with e.loop(groups) as g:
+                row = e.load(e.add(scores, e.times(g, 64)))
+                builder.store(e.maximum(builder.load(top), row), top)
+            highest = e.across(e.maximum, builder.load(top), tokens)
+            shrink = e.exp2(builder.fsub(before, highest))
+            total = cgutils.alloca_once(builder, VECTOR)
+            builder.store(builder.fmul(e.load(e.add(state, 64)), shrink), total)
+            with e.loop(groups) as g:
+                place = e.add(scores, e.times(g, 64))
+                weight = e.exp2(builder.fsub(e.load(place), highest))
+                e.store(weight, place)
+                builder.store(builder.fadd(builder.load(total), weight), total)
+            e.store(highest, state)
+            e.store(builder.load(total), e.add(state, 64))
+            e.store(shrink, e.add(state, 128))
+            return context.get_dummy_value()
+
+        return types.void(_I, _I, _I), generate
+
+    return soften
+
+
+def make_gather(kind: int, size: int, group: int) -> Any:
+    """``gather(values, stride, count, weights, state, sums)``: add weighted values to the sums.
+
+    Whole rows of values are read once for as many heads as there are registers.
+
+    Shapes:
+        values:  (count) rows of ``size`` elements of ``kind``, ``stride`` bytes apart
+        weights: (groups of tokens, 16) float32, as ``soften`` leaves them
+        sums:    (group, size) float32
+    """
+    tokens = LANES // head_lanes(group)
+    columns = range(0, size, LANES)
+    heads_at_once = max(1, _REGISTERS // len(columns))
+    distance = TILE * size * SIZES[kind]
+
+    @intrinsic  # type: ignore[misc]
+    def gather(typing_context, values, stride, count, weights, state, sums):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            e = Emitter(builder)
+            values, stride, count, weights, state, sums = arguments
+            last, groups = e.add(count, -1), e.groups(count, tokens)
+            for begin in range(0, group, heads_at_once):
+                heads = range(begin, min(group, begin + heads_at_once))
+                places = {(h, c): e.add(sums, (h * size + c) * 4) for h in heads for c in columns}
+                kept = {}
+                for h in heads:
+                    shrink = e.load_all(e.add(state, 128 + h * tokens * 4))
+                    for c in columns:
+                        kept[h, c] = cgutils.alloca_once(builder, VECTOR)
+                        builder.store(builder.fmul(e.load(places[h, c]), shrink), kept[h, c])
+                with e.loop(groups) as g:
+                    now = {key: builder.load(place) for key, place in kept.items()}
+                    row = e.add(weights, e.times(g, 64))
+                    for j in range(tokens):
+                        token = e.least(e.add(e.times(g, tokens), j), last)
+                        value = e.add(values, e.times(token, stride))
+                        if begin == 0:
+                            e.prefetch_row(value, size, kind, distance)
+                        parts = {c: e.load(e.add(value, c * SIZES[kind]), kind) for c in columns}
+                        for h in heads:
+                            weight = e.load_all(e.add(row, (h * tokens + j) * 4))
+                            for c in columns:
+                                now[h, c] = e.fma(weight, parts[c], now[h, c])
+                    for key, place in kept.items():
+                        builder.store(now[key], place)
+                for key, place in kept.items():
+                    e.store(builder.load(place), places[key])
+            return context.get_dummy_value()
+
+        return types.void(_I, _I, _I, _I, _I, _I), generate
+
+    return gather

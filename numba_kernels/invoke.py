@@ -1,0 +1,45 @@
+"""Calls a kernel of attention by its address, on one thread or on several.
+
+Compiled once for all kernels: a parallel loop takes seconds to compile, a call by address nothing.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import prange, types
+from numba.extending import intrinsic
+
+from onnx_inplace.numba_kernels.memory import on_demand
+
+_INT = ir.IntType(64)
+_ARGUMENTS = 11
+SIGNATURE = "void(" + ",".join(["int64"] * 11) + ")"
+
+
+@intrinsic  # type: ignore[misc]
+def _call(typing_context, function, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        kernel = ir.FunctionType(ir.VoidType(), [_INT] * _ARGUMENTS).as_pointer()
+        inputs = [builder.extract_value(values[1], k) for k in range(_ARGUMENTS)]
+        builder.call(builder.inttoptr(values[0], kernel), inputs)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, arguments), generate
+
+
+@on_demand(SIGNATURE)
+def invoke(  # type: ignore[no-untyped-def]
+    function, layout, query, key, value, output, lengths, mask, sinks, space, workers
+):
+    """Run ``function`` on the calling thread, as the first of ``workers``."""
+    _call(function, (layout, query, key, value, output, lengths, mask, sinks, space, 0, workers))
+
+
+@on_demand(SIGNATURE, parallel=True)
+def invoke_parallel(  # type: ignore[no-untyped-def]
+    function, layout, query, key, value, output, lengths, mask, sinks, space, workers
+):
+    """Run ``function`` on ``workers`` threads."""
+    for worker in prange(workers):
+        places = (layout, query, key, value, output, lengths, mask, sinks, space, worker, workers)
+        _call(function, places)

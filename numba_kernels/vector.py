@@ -1,0 +1,201 @@
+"""Vectors of 16 float32 in LLVM code, for functions that numba's optimizer would not find.
+
+An emitter runs while numba compiles an intrinsic: loops of Python unroll, values are LLVM values,
+addresses are int64. LLVM splits the vectors where a CPU has shorter registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import llvmlite.binding
+from llvmlite import ir
+from numba.core import cgutils, config
+
+from onnx_inplace.numba_kernels.floats import BFLOAT16, FLOAT16, FLOAT32, SIZES
+
+LANES = 16
+LOWEST = -1e30  # a score below all others, of which 2**(LOWEST - m) is still a number
+
+Value = Any  # llvmlite is not typed
+
+_INT8, _INT16, _INT32, _INT64 = (ir.IntType(n) for n in (8, 16, 32, 64))
+_FLOAT = ir.FloatType()
+VECTOR = ir.VectorType(_FLOAT, LANES)
+_INTS = ir.VectorType(_INT32, LANES)
+
+
+def available() -> bool:
+    """Whether the CPU that numba compiles for has what the emitted code needs to be fast and right.
+
+    Without F16C the conversion of float16, without FMA the multiplication becomes a call of a
+    function that may not exist.
+    """
+    if config.CPU_FEATURES is not None or config.CPU_NAME not in (None, "host"):
+        features = config.CPU_FEATURES or ""
+        return all(f"+{name}" in features for name in ("avx2", "fma", "f16c"))
+    host = llvmlite.binding.get_host_cpu_features()
+    return all(host.get(name, False) for name in ("avx2", "fma", "f16c"))
+
+
+class Emitter:
+    """Writes instructions at the place of a builder."""
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+
+    def int(self, number: int) -> Value:
+        """An int64."""
+        return ir.Constant(_INT64, number)
+
+    def constant(self, number: float) -> Value:
+        """A number in all lanes."""
+        return ir.Constant(VECTOR, [number] * LANES)
+
+    def add(self, a: Value, b: Value | int) -> Value:
+        """Sum of int64."""
+        return self.builder.add(a, self.int(b) if isinstance(b, int) else b)
+
+    def times(self, a: Value, b: Value | int) -> Value:
+        """Product of int64."""
+        return self.builder.mul(a, self.int(b) if isinstance(b, int) else b)
+
+    def least(self, a: Value, b: Value) -> Value:
+        """The smaller int64."""
+        return self.builder.select(self.builder.icmp_signed("<", a, b), a, b)
+
+    def groups(self, count: Value, size: int) -> Value:
+        """How many groups of ``size`` hold ``count``."""
+        return self.builder.sdiv(self.add(count, size - 1), self.int(size))
+
+    @contextmanager
+    def loop(self, count: Value) -> Iterator[Value]:
+        """The index of a loop."""
+        with cgutils.for_range(self.builder, count, intp=_INT64) as loop:
+            yield loop.index
+
+    def _memory(self, address: Value, kind: Any) -> Value:
+        return self.builder.inttoptr(address, kind.as_pointer())
+
+    def load(self, address: Value, kind: int = FLOAT32) -> Value:
+        """16 elements of a kind of ``floats``, as float32."""
+        b = self.builder
+        element = {FLOAT32: _FLOAT, FLOAT16: ir.HalfType(), BFLOAT16: _INT16}[kind]
+        value = b.load(self._memory(address, ir.VectorType(element, LANES)))
+        value.align = 1
+        if kind == FLOAT16:
+            return b.fpext(value, VECTOR)
+        if kind == BFLOAT16:
+            sixteen = ir.Constant(_INTS, [16] * LANES)
+            return b.bitcast(b.shl(b.zext(value, _INTS), sixteen), VECTOR)
+        return value
+
+    def store(self, vector: Value, address: Value) -> None:
+        """Write 16 float32."""
+        self.builder.store(vector, self._memory(address, VECTOR)).align = 1
+
+    def load_all(self, address: Value) -> Value:
+        """One float32 in all lanes."""
+        number = self.builder.load(self._memory(address, _FLOAT))
+        number.align = 4
+        return self.splat(number, VECTOR)
+
+    def load_int(self, address: Value) -> Value:
+        """One int64."""
+        number = self.builder.load(self._memory(address, _INT64))
+        number.align = 8
+        return number
+
+    def splat_int(self, number: Value) -> Value:
+        """The low half of an int64 in all lanes."""
+        return self.splat(self.builder.trunc(number, _INT32), _INTS)
+
+    def splat(self, number: Value, vector: Any) -> Value:
+        """A number in all lanes."""
+        nothing = ir.Constant(vector, ir.Undefined)
+        first = self.builder.insert_element(nothing, number, ir.Constant(_INT32, 0))
+        return self.builder.shuffle_vector(first, nothing, ir.Constant(_INTS, [0] * LANES))
+
+    def shuffle(self, a: Value, b: Value, lanes: Sequence[int]) -> Value:
+        """Lanes 0..15 are those of ``a``, 16..31 those of ``b``."""
+        return self.builder.shuffle_vector(a, b, ir.Constant(_INTS, list(lanes)))
+
+    def lanes(self, numbers: Sequence[int]) -> Value:
+        """An int32 for each lane."""
+        return ir.Constant(_INTS, list(numbers))
+
+    def where_less(self, lanes: Value, limit: Value, a: Value, b: Value) -> Value:
+        """``a`` in lanes whose int32 is less than the limit's, ``b`` elsewhere."""
+        return self.builder.select(self.builder.icmp_signed("<", lanes, limit), a, b)
+
+    def _intrinsic(self, name: str, result: Any, arguments: Sequence[Value]) -> Value:
+        kind = ir.FunctionType(result, [a.type for a in arguments])
+        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
+        return self.builder.call(function, arguments)
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        """``a * b + c``, rounded once."""
+        return self._intrinsic(f"llvm.fma.v{LANES}f32", VECTOR, [a, b, c])
+
+    def maximum(self, a: Value, b: Value) -> Value:
+        """The larger numbers; those of ``b`` where ``a`` is NaN."""
+        return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
+
+    def prefetch(self, address: Value) -> None:
+        """Ask for a line of memory, into the second-level cache: the first one it would flood."""
+        numbers = [ir.Constant(_INT32, n) for n in (0, 2, 1)]
+        pointer = self.builder.inttoptr(address, _INT8.as_pointer())
+        self._intrinsic("llvm.prefetch.p0", ir.VoidType(), [pointer, *numbers])
+
+    def prefetch_row(self, address: Value, size: int, kind: int, distance: int) -> None:
+        """Ask for all lines of the row that begins ``distance`` bytes behind an address."""
+        for offset in range(0, size * SIZES[kind], 64):
+            self.prefetch(self.add(address, distance + offset))
+
+    def exp2(self, x: Value) -> Value:
+        """2**x for x <= 0, relative error 2e-7; x below -126 counts as -126."""
+        b = self.builder
+        x = self.maximum(x, self.constant(-126.0))
+        whole = self._intrinsic(f"llvm.nearbyint.v{LANES}f32", VECTOR, [x])
+        fraction = b.fsub(x, whole)
+        power = self.constant(1.540353039338161e-4)
+        for coefficient in (
+            1.3333558146428443e-3,
+            9.618129107628477e-3,
+            5.550410866482158e-2,
+            2.402265069591007e-1,
+            6.931471805599453e-1,
+            1.0,
+        ):
+            power = self.fma(power, fraction, self.constant(coefficient))
+        exponent = b.shl(b.fptosi(whole, _INTS), self.lanes([23] * LANES))
+        return b.bitcast(b.add(b.bitcast(power, _INTS), exponent), VECTOR)
+
+    def across(self, combine: Any, x: Value, width: int) -> Value:
+        """``combine`` over every ``width`` neighbouring lanes, the result in all of them."""
+        distance = 1
+        while distance < width:
+            x = combine(x, self.shuffle(x, x, [lane ^ distance for lane in range(LANES)]))
+            distance *= 2
+        return x
+
+    def sums(self, vectors: Sequence[Value]) -> Value:
+        """Lane i = the sum of the lanes of ``vectors[i]``: 15 additions instead of 64."""
+        vectors = list(vectors)
+        width = LANES
+        while width > 1:
+            half, kept = width // 2, len(vectors) // 2
+            low = [s * width + k for s in range(LANES // width) for k in range(half)]
+            order = []
+            for s in range(LANES // width):
+                first = low[s * half : (s + 1) * half]
+                order += first + [LANES + k for k in first]
+            upper = [k + half for k in order]
+            vectors = [
+                self.builder.fadd(self.shuffle(a, b, order), self.shuffle(a, b, upper))
+                for a, b in zip(vectors[:kept], vectors[kept:], strict=True)
+            ]
+            width = half
+        return vectors[0]
