@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from onnx_inplace.compiler.errors import Location
-from onnx_inplace.dsl import branches, loops, places, recorder, tensor
+from onnx_inplace.dsl import branches, iteration, loops, places, recorder, tensor
 from onnx_inplace.dsl.operations import standard
 from onnx_inplace.dsl.tensor import Operand, Tensor
 from onnx_inplace.dsl.variables import Variables as variables
@@ -53,7 +53,7 @@ def named(x: Any, pattern: str | tuple[Any, ...] | None) -> Any:
     elif pattern is not None:
         if isinstance(x, Tensor):
             recorder.current().call_variable(x.value, pattern)
-        elif isinstance(x, loops.Stack):
+        elif isinstance(x, iteration.Stack):
             x.called(pattern)
         elif isinstance(x, tuple | list):
             for k, element in enumerate(x):
@@ -79,7 +79,7 @@ def decides(test: Any, line: int) -> Any:
 
 def iterates(items: Any, line: int) -> Any:
     """What a loop goes over that leaves early."""
-    if not isinstance(items, Operand | loops.Range | loops.Scanned):
+    if not isinstance(items, Operand | iteration.Range | iteration.Scanned):
         return items
     recorder.current().fault(_LEAVES, location=Location(places.user_line().file, line))
     return ()
@@ -89,7 +89,7 @@ def range_(function: Callable[..., Any], *bounds: Any) -> Any:
     """``range(...)``, of tensors a loop of the graph."""
     if function is not builtins.range or not any(isinstance(b, Operand) for b in bounds):
         return function(*bounds)
-    return loops.Range.of(*bounds)
+    return iteration.Range.of(*bounds)
 
 
 def if_(test: Any, then: Thunk, other: Thunk, assigned: variables) -> None:
@@ -104,7 +104,7 @@ def if_(test: Any, then: Thunk, other: Thunk, assigned: variables) -> None:
 
 def for_(items: Any, body: Callable[[Any], None], targets: int, assigned: variables) -> None:
     """``for``, over a range of tensors a Loop, over scanned tensors a Scan."""
-    if isinstance(items, loops.Range | loops.Scanned):
+    if isinstance(items, iteration.Range | iteration.Scanned):
         loops.record(items, body, targets, assigned)
         return
     for item in items:
@@ -119,7 +119,7 @@ def while_(test: Thunk, body: Thunk, assigned: variables) -> None:
             return
         body()
         holds = test()
-    loops.record(loops.While(holds, test), lambda item: body(), 0, assigned)
+    loops.record(iteration.While(holds, test), lambda item: body(), 0, assigned)
 
 
 def choose(test: Any, then: Thunk, other: Thunk) -> Any:
