@@ -1,0 +1,79 @@
+"""Storage and meters: where an array lies, what stands around it, what a call allocates."""
+
+from __future__ import annotations
+
+import contextlib
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+Array = np.ndarray[Any, Any]
+
+MARGIN = 256  # bytes before and after
+GUARD = 0xA5
+POISON = 0x5A
+
+
+@pytest.fixture
+def address() -> Callable[[Array], int]:
+    """Place of an array's first byte."""
+    return lambda array: array.__array_interface__["data"][0]
+
+
+def poison(array: Array) -> Array:
+    """Fill storage with what nobody would write: NaN, or 0x5A bytes."""
+    if array.dtype.kind in "fc" or "float" in array.dtype.name:
+        array[...] = np.nan
+    else:
+        array.reshape(-1).view(np.uint8)[...] = POISON
+    return array
+
+
+@pytest.fixture
+def guarded() -> Iterator[Callable[..., Array]]:
+    """Makes poisoned storage with guard bytes on both sides, which are compared in the end."""
+    made: list[tuple[Array, int]] = []
+
+    def make(shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        raw = np.full(MARGIN + size + MARGIN, GUARD, np.uint8)
+        made.append((raw, size))
+        return poison(raw[MARGIN : MARGIN + size].view(dtype).reshape(shape))
+
+    yield make
+    for raw, size in made:
+        assert (raw[:MARGIN] == GUARD).all(), "bytes before the storage have changed"
+        assert (raw[MARGIN + size :] == GUARD).all(), "bytes after the storage have changed"
+
+
+@pytest.fixture
+def untouched() -> Callable[..., contextlib.AbstractContextManager[None]]:
+    """A block after which arrays hold the bytes that they held before."""
+
+    @contextlib.contextmanager
+    def block(*arrays: Array) -> Iterator[None]:
+        before = [array.tobytes() for array in arrays]
+        yield
+        for array, held in zip(arrays, before, strict=True):
+            assert array.tobytes() == held, "storage has changed"
+
+    return block
+
+
+@pytest.fixture
+def peak_bytes() -> Callable[[Callable[[], object]], int]:
+    """Most bytes that Python and numpy hold at a time during a call, beyond those before."""
+
+    def measure(call: Callable[[], object]) -> int:
+        tracemalloc.start()
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            call()
+            return tracemalloc.get_traced_memory()[1] - before
+        finally:
+            tracemalloc.stop()
+
+    return measure
