@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from onnx_inplace.compiler import errors
-from onnx_inplace.runner import inputs, journal, storage
+from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.runner import execute, inputs, journal, storage
 from onnx_inplace.runner.checks import Check
 from onnx_inplace.runner.outputs import Outputs
 from onnx_inplace.runner.storage import Array, Interval
@@ -38,8 +39,7 @@ class Binding:
     Attributes:
         arrays: what was lent, by name of the mutable input.
         generation: number of runs that may have changed the arrays. What was read at one generation
-            is old at
-            the next.
+            is old at the next.
     """
 
     def __init__(self, session: Session, arrays: Mapping[str, object]):
@@ -60,8 +60,12 @@ class Binding:
         self._session = session
         self._running = threading.Lock()
         self._failed: tuple[BaseException, tuple[journal.Written, ...]] | None = None
-        self._prepared: dict[tuple[tuple[int, ...], ...], tuple[Check, ...]] = {}
         self._execution = session.open(self.arrays)
+        self._prepared: dict[tuple[tuple[int, ...], ...], tuple[Check, ...]] = {}
+        # Of the last run: most runs have the shapes of the one before.
+        self._shapes: tuple[tuple[int, ...], ...] | None = None
+        self._checks: tuple[Check, ...] = ()
+        self._frame: execute.Run
 
     def __enter__(self) -> Self:
         """The binding itself: the lease has begun already."""
@@ -131,12 +135,14 @@ class Binding:
         session = self._session
         given = self._given(values)
         shapes = tuple([array.shape for array in given])
-        run = self._execution.run(shapes)
+        if shapes != self._shapes:
+            self._prepare(shapes)
+        run = self._frame
         slots = run.slots()  # of this run alone, so that nothing of it is kept alive
         slots.append([])  # journal.JOURNAL
-        for (slot, _), array in zip(session.feeds, given, strict=True):
-            slots[slot] = array
-        for check in self._checks(shapes):
+        for feed, array in zip(session.feeds, given, strict=True):
+            slots[feed[0]] = array
+        for check in self._checks:
             check(slots)
         self.generation += 1
         try:
@@ -150,37 +156,44 @@ class Binding:
 
     def _given(self, values: dict[str, object]) -> list[Array]:
         """Ordinary inputs in order: of the declared type, C-contiguous, apart from all leases."""
-        feeds = self._session.feeds
-        if len(values) != len(feeds) or not all(port.name in values for _, port in feeds):
-            values = inputs.flatten([port.name for _, port in feeds], values)
+        session, lent = self._session, storage.leases.lent
+        if len(values) != len(session.feeds) or not session.feed_names.issuperset(values):
+            values = inputs.flatten([port.name for _, port in session.feeds], values)
         given = []
-        for _, port in feeds:
+        for _, port in session.feeds:
             value = values[port.name]
             array = inputs.array(port, value)
-            if array.ndim or array is value:  # a scalar that was converted has memory of its own
-                holder = storage.leases.holder(storage.interval(array))
-                if holder is not None:
-                    raise errors.SharedStorage(
-                        f"`{port.name}` overlaps `{holder}`, which is lent for writing: pass a "
-                        f"copy.",
-                        port.name,
-                        holder,
-                    )
-            given.append(array if array.flags.c_contiguous else np.ascontiguousarray(array))
+            if not array.flags.c_contiguous:
+                self._refuse_lent(port, storage.interval(array))
+                array = np.ascontiguousarray(array)
+            elif array is value or array.ndim:  # a number that was converted has its own memory
+                start = address(array)
+                if lent(start, start + array.nbytes):
+                    self._refuse_lent(port, Interval(start, start + array.nbytes))
+            given.append(array)
         return given
 
-    def _checks(self, shapes: tuple[tuple[int, ...], ...]) -> tuple[Check, ...]:
-        """The checks of a run with inputs of these shapes."""
-        prepared = self._prepared.get(shapes)
-        if prepared is None:
+    def _refuse_lent(self, port: inputs.Port, mine: Interval) -> None:
+        holder = storage.leases.holder(mine)
+        if holder is not None:
+            raise errors.SharedStorage(
+                f"`{port.name}` overlaps `{holder}`, which is lent for writing: pass a copy.",
+                port.name,
+                holder,
+            )
+
+    def _prepare(self, shapes: tuple[tuple[int, ...], ...]) -> None:
+        """Look up the checks and the frame of a run with inputs of these shapes, or make them."""
+        checks = self._prepared.get(shapes)
+        if checks is None:
             dims = dict(self._dims)
             for (_, port), shape in zip(self._session.feeds, shapes, strict=True):
                 port.unify(shape, dims)
-            prepared = self._session.prechecks.prepare(dims)
+            checks = self._session.prechecks.prepare(dims)
             if len(self._prepared) >= _PREPARED_LIMIT:
                 self._prepared.clear()
-            self._prepared[shapes] = prepared
-        return prepared
+            self._prepared[shapes] = checks
+        self._checks, self._frame, self._shapes = checks, self._execution.run(shapes), shapes
 
     def _results(self, slots: Slots, given: list[Array]) -> Outputs:
         session = self._session
@@ -200,7 +213,7 @@ class Binding:
         array = self.arrays[root]
         if value is array:
             return array
-        expected, actual = storage.address(array), storage.address(value)
+        expected, actual = address(array), address(value)
         if actual != expected or value.nbytes != array.nbytes:
             raise errors.AliasViolation(
                 f"output `{name}` is at {actual:#x}, its root `{root}` at {expected:#x}.",

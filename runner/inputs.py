@@ -49,6 +49,11 @@ class Port:
         return cls(str(value.name), np.dtype(value.dtype.numpy()), shape)
 
     @property
+    def rank(self) -> int:
+        """Number of axes; -1 when it is not declared."""
+        return -1 if self.shape is None else len(self.shape)
+
+    @property
     def dims(self) -> tuple[str, ...]:
         """Names of its dimensions, each once, in order."""
         return tuple(dict.fromkeys(d for d in self.shape or () if isinstance(d, str)))
@@ -106,6 +111,8 @@ def array(port: Port, value: object) -> Array:
     Raises:
         errors.StorageMismatch: another kind or type, or a number that would be changed.
     """
+    if isinstance(value, np.ndarray) and value.dtype is port.dtype and value.ndim == port.rank:
+        return value
     if type(value) is int and port.dtype is _INT64:
         try:
             return np.array(value, _INT64)

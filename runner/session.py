@@ -64,6 +64,7 @@ class Session:
         self.mutable_inputs = tuple(port for _, port in ports if port.name in mutable)
         self.feeds = tuple((slot, port) for slot, port in ports if port.name not in mutable)
         self.inputs = tuple(port for _, port in self.feeds)
+        self.feed_names = frozenset(port.name for port in self.inputs)
         self.ports_by_name = {port.name: port for port in self.mutable_inputs}
         self.results = tuple((o.name, o.slot, o.root) for o in self.plan.outputs)
         self.outputs = tuple(

@@ -207,7 +207,8 @@ def test_the_last_round_of_a_loop_is_known_before_the_first() -> None:
     c.run(cache=cache(), new=new(9), steps=0, stride=2)  # nothing happens, nothing is required
 
 
-NESTED = f"""g ({CACHE}, {NEW}, int64 steps, bool[k] mask) => (float[heads, capacity, 2] out, int64 last) {{
+NESTED = f"""g ({CACHE}, {NEW}, int64 steps, bool[k] mask)
+    => (float[heads, capacity, 2] out, int64 last) {{
     zero = Constant <value_int: int = 0> ()
     one = Constant <value_int: int = 1> ()
     out, last = Loop (steps, , cache, zero) <body = b (
@@ -304,7 +305,8 @@ def test_positions_may_be_stacked_by_another_loop() -> None:
     assert c.refuses(cache=cache(), new=new(), steps=5).position == 8
 
 
-COUNTER = f"""g ({CACHE}, int64[1] count, {NEW}) => (float[heads, capacity, 2] out, int64[1] next) {{
+COUNTER = f"""g ({CACHE}, int64[1] count, {NEW})
+    => (float[heads, capacity, 2] out, int64[1] next) {{
     length = Shape <start = 1, end = 2> (new)
     empty = Constant <value_ints: ints = []> ()
     position = Reshape (count, empty)
