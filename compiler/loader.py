@@ -284,7 +284,6 @@ def _canonical(function: ir.Function) -> object:
             (node.op_identifier(), numbers(node.inputs), numbers(node.outputs), attributes)
         )
     return (
-        function.identifier(),
         inputs,
         nodes,
         numbers(function.outputs),

@@ -105,7 +105,7 @@ def build(declaration: Declaration) -> Program:
     """
     *functions, model = _analyse(declaration)
     graph = dataclasses.replace(model, block=declaration.function.graph)
-    blocks = [graph.block, *(f.block for f in functions)]
+    blocks = [*(f.block for f in functions), graph.block]
     nodes = [n for block in blocks for n in ir.traversal.RecursiveGraphIterator(block)]
     opset = declaration.function.opset_imports.get("", operators.OPSET)
     bodies = operators.attach_bodies(nodes, opset)

@@ -22,14 +22,14 @@ def test_a_chain_of_writes() -> None:
     assert said("chain") == {
         "input `cache`": "READ_WRITE",
         "input `other`": "READ_WRITE",
-        "output `output_0`": "alias_of `other`",
+        "output `updated_other`": "alias_of `other`",
         "output `second`": "alias_of `cache`",
         "value `first`": "alias_of `cache`",
         "value `view`": "alias_of `first`",
         "node `first`": "output 0 is input 0",
         "node `view`": "output 0 is input 0",
         "node `second`": "output 0 is input 0",
-        "node `output_0`": "output 0 is input 0",
+        "node `updated_other`": "output 0 is input 0",
     }
 
 
@@ -217,11 +217,11 @@ def test_a_function_is_analysed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alias, "analyze", counting)
 
     def make(index: int, previous: Any) -> Any:
+        @function(domain=f"level.{index}")
         def write(a: Mutable[FLOAT[4]], x: FLOAT[4]) -> Alias["a"]:
             return previous(previous(a, x), x) if index else kv.Assign(a, x)
 
-        write.__name__ = f"write_{index}"
-        return function(write)
+        return write
 
     depth, previous = 12, None
     for index in range(depth):
