@@ -131,10 +131,10 @@ LOSE: list[Tool] = [
     constant_folding,
     rewriting,
     optimizing,
-    script_version_converter,
     selective_inliner,
 ]
 DESTROY: list[Tool] = [
+    script_version_converter,
     prefix,
     optimizing_and_inlining,
     onnx_inliner,
