@@ -16,7 +16,6 @@ from onnx_inplace.compiler import alias, contract, errors, facts, integrity, wei
 from onnx_inplace.compiler.contract import Access
 from onnx_inplace.compiler.errors import Finding, ModelFileError
 from onnx_inplace.compiler.facts import Analysed
-from onnx_inplace.compiler.program import ports
 
 Identifier = tuple[str, str, str]  # domain, name, overload
 # Metadata of ir nodes that we have no rule for: their contract, as "output:input,..."
@@ -123,16 +122,16 @@ class Derivation:
         inputs = {v.name: v for v in block.inputs}
         mutable = [v for v, a in zip(block.inputs, access, strict=True) if a is Access.READ_WRITE]
         roots = [None if name is None else inputs.get(name) for name in returns]
-        aliases = alias.analyze(block, mutable, roots, self._callee, locate)
+        aliases = alias.analyze(block, mutable, roots, self._callee, locate, foreign_ports)
         self.findings += aliases.findings
         return Analysed(block, aliases, tuple(access))
 
-    def _callee(self, node: ir.Node) -> Mapping[int, int] | None:
+    def _callee(self, node: ir.Node) -> alias.Summary | None:
         function = self.model.functions.get(node.op_identifier())
         if function is not None and not is_body(node.domain, node.op_type):
             analysed = self._function(function)
-            return None if analysed is None else ports(analysed.aliases.result)
-        return foreign_ports(node)
+            return None if analysed is None else analysed.aliases.summary
+        return None
 
 
 def mark_foreign(proto: Any, model: ir.Model) -> None:
@@ -162,13 +161,11 @@ def is_foreign(identifier: Identifier, functions: Container[Identifier]) -> bool
     )
 
 
-def foreign_ports(node: ir.Node) -> dict[int, int] | None:
-    """{output: input} of a node whose contract is its own ``output_alias``."""
+def foreign_ports(node: ir.Node) -> list[contract.OutputAlias]:
+    """Aliases of a node whose contract is its own ``output_alias``."""
     text = node.metadata_props.get(PORTS)
-    if text is None:
-        return None
-    pairs = (pair.split(":") for pair in text.split(","))
-    return {int(output): int(source) for output, source in pairs}
+    pairs = (pair.split(":") for pair in text.split(",")) if text else ()
+    return [contract.OutputAlias(int(output), int(source)) for output, source in pairs]
 
 
 def locate(node: ir.Node | None) -> errors.Location | None:

@@ -99,9 +99,6 @@ def _check_structure(proto: Any, path: str) -> None:
             tensor.ClearField("external_data")
             tensor.ClearField("dims")
             tensor.dims.append(0)
-    for value in (*bare.graph.input, *bare.graph.output):
-        if value.type.HasField("tensor_type"):
-            value.type.tensor_type.shape.SetInParent()  # the checker wants one; none is any rank
     try:
         onnx.checker.check_model(bare.SerializeToString())
     except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
@@ -284,6 +281,7 @@ def _canonical(function: ir.Function) -> object:
             (node.op_identifier(), numbers(node.inputs), numbers(node.outputs), attributes)
         )
     return (
+        function.identifier(),
         inputs,
         nodes,
         numbers(function.outputs),
@@ -305,7 +303,11 @@ def _flatten(verified: Verified, program: Program) -> Loaded:
     ]
     returns = [None if name is None else inputs[name] for name in verified.returns]
     aliases = alias.analyze(
-        model.graph, mutable, returns, derivation.foreign_ports, derivation.locate
+        model.graph,
+        mutable,
+        returns,
+        locate=derivation.locate,
+        declared=derivation.foreign_ports,
     )
     _refuse(aliases.findings)
     return Loaded(model, aliases, mutable, program)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import onnx_ir as ir
@@ -22,7 +21,7 @@ from onnx_inplace.compiler.contract import Access
 LOCATION = emitter.LOCATION  # key in ir.Node.meta: the errors.Location of the author's line
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Declaration:
     """A recorded graph or function and what its author declared about it.
 
@@ -105,7 +104,7 @@ def build(declaration: Declaration) -> Program:
     """
     *functions, model = _analyse(declaration)
     graph = dataclasses.replace(model, block=declaration.function.graph)
-    blocks = [*(f.block for f in functions), graph.block]
+    blocks = [graph.block, *(f.block for f in functions)]
     nodes = [n for block in blocks for n in ir.traversal.RecursiveGraphIterator(block)]
     opset = declaration.function.opset_imports.get("", operators.OPSET)
     bodies = operators.attach_bodies(nodes, opset)
@@ -113,17 +112,11 @@ def build(declaration: Declaration) -> Program:
     return Program(name, *emitter.emit(graph, functions, bodies, name))
 
 
-# A function is analysed once, however many functions and models call it.
-_analysed: weakref.WeakKeyDictionary[Declaration, facts.Analysed] = weakref.WeakKeyDictionary()
-
-
 def _analyse(declaration: Declaration) -> list[facts.Analysed]:
-    """Every function, callees first, the declaration itself last."""
+    """Every function once, callees first, the declaration itself last."""
     done: dict[ir.OperatorIdentifier, facts.Analysed] = {}
     for current in (*declaration.functions, declaration):
-        analysed = _analysed.get(current)
-        if analysed is None:
-            analysed = _analysed[current] = _analyse_one(current, done)
+        analysed = _analyse_one(current, done)
         done[current.function.identifier()] = analysed
     return list(done.values())
 
@@ -131,9 +124,9 @@ def _analyse(declaration: Declaration) -> list[facts.Analysed]:
 def _analyse_one(
     declaration: Declaration, done: Mapping[ir.OperatorIdentifier, facts.Analysed]
 ) -> facts.Analysed:
-    def callee(node: ir.Node) -> Mapping[int, int] | None:
+    def callee(node: ir.Node) -> alias.Summary | None:
         called = done.get(node.op_identifier())
-        return None if called is None else ports(called.aliases.result)
+        return None if called is None else called.aliases.summary
 
     def locate(node: ir.Node | None) -> errors.Location:
         found = None if node is None else node.meta.get(LOCATION)
@@ -146,7 +139,3 @@ def _analyse_one(
         raise errors.ContractError(aliases.findings)
     return facts.Analysed(declaration.function, aliases, declaration.access)
 
-
-def ports(aliases: Iterable[Any]) -> dict[int, int]:
-    """Aliases as {output: input}."""
-    return {a.output_index: a.input_index for a in aliases}

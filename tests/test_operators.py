@@ -257,9 +257,9 @@ def test_one_function_for_each_variant_in_use():
         make_update(axis=4),
         make_update(axis=-5),
         make_update(batch_axis=4),
-        make_update(axis=1, batch_axis=-3),
+        make_update(axis=2, batch_axis=-2),
         make_update(mode="ring"),
-        make_update(shape=None),
+        make_update(shape=None, batch_axis=1),
     ],
     ids=str,
 )
