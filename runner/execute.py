@@ -50,6 +50,7 @@ class Engine:
             id(s): registry.compile_step(s, settings) for s in steps if isinstance(s, Kernel)
         }
         loader = library.Library(settings.threads)
+        self._library = loader  # holds the weights: onnxruntime keeps no reference to them
         self._sub_sessions = {
             id(s): standard.SubSessionRunner(s, plan, loader)
             for s in steps
