@@ -15,11 +15,11 @@ from weights import BLOCK, Linear4Bit, Weights
 from onnx_inplace.compiler import Program
 from onnx_inplace.dsl import (
     FLOAT,
+    FLOAT16,
     INT64,
     Alias,
     Mutable,
     Tensor,
-    TensorType,
     domain,
     kv,
     model,
@@ -80,7 +80,7 @@ def angles(config: Config) -> dict[str, NDArray[np.float32]]:
 
 
 def decoder(
-    config: Config, weights: Weights, precision: Precision, element: type[TensorType]
+    config: Config, weights: Weights, precision: Precision, element: type[FLOAT] | type[FLOAT16]
 ) -> Program:
     """One program for the prompt and for each token after it, with caches of type ``element``."""
     heads, kv_heads, size = config.heads, config.kv_heads, config.head_size
