@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,30 +21,12 @@ _KEEP = {"Add", "Div", "Gather", "GatherElements", "GatherND", "Identity", "Mul"
 # optimizer that asks the model for them, not the session, fails; it must not read something else.
 _NOWHERE = {"location": Path(__file__).name, "offset": str(1 << 48)}
 
-_lock = threading.Lock()
-_pool_threads: int | None = None  # of the process; onnxruntime makes its pool once
-
-
-def _use_pool(threads: int) -> bool:
-    """Whether the process has a pool of this size, made now if there is none."""
-    global _pool_threads
-    with _lock:
-        if _pool_threads is None:
-            try:
-                ort.set_global_thread_pool_sizes(threads, 1)
-            except RuntimeError:  # another part of the process has made it
-                _pool_threads = 0
-            else:
-                _pool_threads = threads
-        return _pool_threads == threads
-
-
 class Library:
     """Loads the sub-sessions of one session.
 
-    With one thread no pool is needed. With more, all sub-sessions share the pool of the process;
-    where that has another size, each gets threads of its own. No thread spins after a call:
-    kernels of ours run beside them.
+    Each sub-session has threads of its own, which sleep when it is not running: kernels of ours run
+    beside them. The pool of the process is left alone, because once it is made, onnxruntime refuses
+    every session of the caller that does not ask for it ("use_per_session_threads must be false").
     """
 
     def __init__(self, threads: int):
@@ -95,10 +76,7 @@ class Library:
         options.intra_op_num_threads = self._threads
         if self._threads > 1:
             options.add_session_config_entry("session.force_spinning_stop", "1")
-            if _use_pool(self._threads):
-                options.use_per_session_threads = False
-            else:
-                options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         return options
 
     def _value(self, weight: Weight) -> onnxruntime.OrtValue:

@@ -7,7 +7,9 @@ The session knows the plan and the checks; storage and everything that a run cha
 from __future__ import annotations
 
 import bisect
+import math
 import operator
+import sys
 import weakref
 from collections.abc import Mapping
 
@@ -108,6 +110,8 @@ class Session:
             if wrong:
                 raise errors.BindingError(f"{port}: {word} sizes: {', '.join(wrong)}.", wrong[0])
         shape = tuple(_size(port, d, d if isinstance(d, int) else dims[str(d)]) for d in port.shape)
+        if math.prod(shape) * port.dtype.itemsize > sys.maxsize:
+            raise errors.BindingError(f"{port}: no memory has room for {shape}.", name)
         return storage.zeros(shape, port.dtype)
 
     def bind(self, /, **arrays: object) -> binding.Binding:
@@ -167,13 +171,17 @@ class Session:
 
 
 def _weights_in_memory(graph: ir.Graph) -> dict[str, Array]:
-    """Initializers that may be arrays of the caller. Those of a file are the session's own."""
+    """Initializers that are arrays of somebody. Those that were read from a file are nobody's."""
     arrays = {}
     for name, value in graph.initializers.items():
         if isinstance(value.const_value, ir.Tensor) and isinstance(
             value.const_value.raw, np.ndarray
         ):
-            arrays[name] = value.const_value.raw
+            memory: object = value.const_value.raw
+            while isinstance(memory, np.ndarray) and memory.base is not None:
+                memory = memory.base
+            if not isinstance(memory, bytes):
+                arrays[name] = value.const_value.raw
     return arrays
 
 

@@ -311,8 +311,8 @@ COUNTER = f"""g ({CACHE}, int64[1] count, {NEW})
     empty = Constant <value_ints: ints = []> ()
     position = Reshape (count, empty)
     more = Add (count, length)
-    next = onnx_inplace.Assign (count, more)
     first = {update()}
+    next = onnx_inplace.Assign (count, more)
     behind = Reshape (next, empty)
     out = {update("behind", name="first")}
 }}"""
@@ -479,7 +479,8 @@ def test_a_read_stays_within_the_valid_length() -> None:
     assert values_of(c.refuses(**given, lengths=[-1, 5])) == ("cache", 0, -1, 5, 0)
 
 
-VIEWED = """g (float[b, m, 6] cache, float[b, n, 2, 3] new, int64 position) => (float[b, m, 6] out) {
+VIEWED = """g (float[b, m, 6] cache, float[b, n, 2, 3] new, int64 position)
+    => (float[b, m, 6] out) {
     split = Constant <value_ints: ints = [0, 0, 2, -1]> ()
     view = Reshape (cache, split)
     written = onnx_inplace.CacheUpdate <axis = 1> (view, new, position)
@@ -499,9 +500,8 @@ def test_a_view_has_a_capacity_of_its_own() -> None:
 FOLDED = """g (float[b, m, 6] cache, float[n] new, int64 position) => (float[b, m, 6] out) {
     flat = Constant <value_ints: ints = [-1]> ()
     view = Reshape (cache, flat)
-    written = onnx_inplace.CacheUpdate <axis = 0> (view, new, position)
-    three = Constant <value_ints: ints = [0, 0, 6]> ()
     shape = Shape (cache)
+    written = onnx_inplace.CacheUpdate <axis = 0> (view, new, position)
     out = Reshape (written, shape)
 }"""
 
