@@ -1,0 +1,257 @@
+"""The commands, each as its pipeline. How things look is decided in ``show`` and ``report``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+import onnx_inplace
+from onnx_inplace import compiler
+from onnx_inplace.cli import report, show, values
+from onnx_inplace.compiler import errors, facts, loader, recovery, schema
+
+app = typer.Typer(
+    name="onnx-inplace",
+    help="Write, check, show and run ONNX models whose caches are updated in place.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+ModelPath = Annotated[Path, typer.Argument(metavar="MODEL.onnx", help="An annotated model.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="The file to write.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"onnx-inplace {importlib.metadata.version('onnx-inplace')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Write, check, show and run ONNX models whose caches are updated in place."""
+
+
+# -- compile, check, restore
+
+
+@app.command("compile")
+@report.reported
+def compile_(
+    source: Annotated[
+        str, typer.Argument(metavar="FILE.py:NAME", help="A Python file and a @model in it.")
+    ],
+    output: Output = None,
+    json_: Json = False,
+) -> None:
+    """Compile a @model of a Python file to an annotated .onnx file."""
+    path, _, name = source.rpartition(":")
+    if not path or not name:
+        raise typer.BadParameter(f"{source!r} is not FILE.py:NAME", param_hint="FILE.py:NAME")
+    program = _find(_execute(Path(path)), name, path)
+    target = output if output is not None else Path(f"{name.rpartition('.')[2]}.onnx")
+    program.save(target)
+    loaded = compiler.load(target)
+    _summary(loaded, target, json_)
+
+
+def _execute(path: Path) -> Any:
+    """The module of a file of the user's, as if it were imported."""
+    if not path.is_file():
+        raise typer.BadParameter(f"{path}: no such file", param_hint="FILE.py:NAME")
+    name = f"compiled_{path.stem}"  # not its own: a file may be called like a library
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise typer.BadParameter(f"{path} is no Python file", param_hint="FILE.py:NAME")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.absolute()))
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except errors.InplaceError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise report.UserCodeError(path, error) from None
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+def _find(module: Any, name: str, path: str) -> compiler.Program:
+    found = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if isinstance(found, compiler.Program):
+        return found
+    models = [n for n, value in vars(module).items() if isinstance(value, compiler.Program)]
+    what = "not there" if found is None else f"a {type(found).__name__}"
+    known = f"models in it: {', '.join(models)}" if models else "there is no @model in it"
+    raise typer.BadParameter(f"{path}: {name} is {what}; {known}", param_hint="FILE.py:NAME")
+
+
+@app.command()
+@report.reported
+def check(model: ModelPath, json_: Json = False) -> None:
+    """Derive the contract of a file again, and compare it with what the file says."""
+    _summary(compiler.load(model), model, json_)
+
+
+def _summary(loaded: compiler.Loaded, path: Path, json_: bool) -> None:
+    declared = facts.declarations(loaded.program.proto, ())
+    if json_:
+        content = {"ok": True, "file": str(path), "model": loaded.name, "problems": []}
+        contract = {"inputs": dict(declared.inputs), "outputs": dict(declared.outputs)}
+        report.print_json({**content, **contract})
+        return
+    roots = ", ".join(f"{output} is {root}" for output, root in declared.outputs.items())
+    print(f"{path}: ok: {roots or 'a model without state'}")
+
+
+@app.command()
+@report.reported
+def restore(
+    source: ModelPath,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")],
+    json_: Json = False,
+) -> None:
+    """Rebuild what a tool has dropped, from the JSON contract, where it can be proven."""
+    recovery.restore(source, output)
+    _summary(compiler.load(output), output, json_)
+
+
+# -- show, explain, schema
+
+
+@app.command("show")
+@report.reported
+def show_(model: ModelPath, json_: Json = False) -> None:
+    """Print the graph with the root and version of every value that shares storage."""
+    program = loader.open_program(model)
+    listing = show.Listing.of(program)
+    if json_:
+        report.print_json(listing.to_json())
+    else:
+        show.render(listing, str(model))
+
+
+@app.command()
+def explain(
+    code: Annotated[str | None, typer.Argument(metavar="CODE", help="Such as E104.")] = None,
+    json_: Json = False,
+) -> None:
+    """Explain a rule: what it demands, a program that breaks it, and the repair."""
+    if code is None:
+        rules = {code: title for code, (title, *_) in sorted(errors.RULES.items())}
+        if json_:
+            report.print_json(rules)
+            return
+        for known, title in rules.items():
+            print(f"{known}  {title}")
+        return
+    if code.upper() not in errors.RULES:
+        known = ", ".join(sorted(errors.RULES))
+        raise typer.BadParameter(f"{code} is no rule; there are {known}", param_hint="CODE")
+    title, repair = errors.RULES[code.upper()]
+    if json_:
+        report.print_json({"code": code.upper(), "title": title, "repair": repair})
+        return
+    print(f"{code.upper()} {title}\nRepair: {repair}.")
+
+
+@app.command("schema")
+def schema_() -> None:
+    """Print what is added to onnx.proto, as a .proto fragment."""
+    print(schema.proto_fragment(), end="")
+
+
+# -- run
+
+
+@app.command()
+@report.reported
+def run(
+    model: ModelPath,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option("--input", metavar="NAME=FILE.npy", help="Or NAME=NUMBER, NAME=[1,2]."),
+    ] = None,
+    caches: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cache",
+            metavar="NAME=DIMS",
+            help="batch:1,max_length:64 for zeros, or FILE.npy, which is updated in place.",
+        ),
+    ] = None,
+    saves: Annotated[
+        list[str] | None,
+        typer.Option("--save", metavar="NAME=FILE.npy", help="Write a result or a cache."),
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Of onnxruntime and of kernels.")] = 1,
+    json_: Json = False,
+) -> None:
+    """Run a model once, in place."""
+    feeds = values.pairs(inputs or [], "--input", "NAME=FILE.npy").items()
+    given = {name: values.feed(text, name) for name, text in feeds}
+    stored = values.pairs(caches or [], "--cache", "NAME=DIMS").items()
+    arguments = {name: values.cache(text, name) for name, text in stored}
+    targets = values.pairs(saves or [], "--save", "NAME=FILE.npy")
+    session = onnx_inplace.Session(model, threads=threads)
+    storage = {
+        port.name: _storage(session, port.name, arguments.pop(port.name, None))
+        for port in session.mutable_inputs
+    }
+    if arguments:
+        message = f"{', '.join(arguments)}: no mutable input of {model}"
+        raise typer.BadParameter(message, param_hint="--cache")
+    results = session.run(given, writable=storage)
+    for array in storage.values():
+        if isinstance(array, np.memmap):
+            array.flush()
+    roots = {name: root for name, _, root in session.results if root is not None}
+    _save({**storage, **dict(results.items())}, targets)
+    if json_:
+        report.print_json({"ok": True, "results": _results_json(results, roots)})
+        return
+    for name, array in results.items():
+        alias = f"  (is {roots[name]})" if name in roots else ""
+        print(f"{name}{alias}  {values.describe(array)}")
+
+
+def _storage(session: Any, name: str, argument: values.CacheArgument | None) -> Any:
+    if argument is not None and argument.path is not None:
+        return values.open_cache(argument)
+    return session.allocate(name, **(argument.dims if argument is not None else {}))
+
+
+def _save(arrays: dict[str, Any], targets: dict[str, str]) -> None:
+    for name, path in targets.items():
+        if name not in arrays:
+            message = f"{name} is no result and no cache; there are {', '.join(arrays)}"
+            raise typer.BadParameter(message, param_hint="--save")
+        np.save(path, arrays[name])
+
+
+def _results_json(results: Any, roots: dict[str, str]) -> dict[str, object]:
+    return {
+        name: {
+            "dtype": str(array.dtype),
+            "shape": list(array.shape),
+            "alias_of": roots.get(name),
+            "values": array.tolist() if array.size <= 64 else None,
+        }
+        for name, array in results.items()
+    }

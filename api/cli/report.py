@@ -1,0 +1,120 @@
+"""How errors reach a terminal or a program that reads JSON. Exit codes as a compiler's.
+
+0: fine. 1: findings, or a run that failed. 2: the command was not understood.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ParamSpec
+
+import typer
+
+from onnx_inplace.compiler import errors
+
+P = ParamSpec("P")
+
+
+class UserCodeError(Exception):
+    """A program of the user failed for a reason that is no finding."""
+
+    def __init__(self, path: Path, error: BaseException):
+        self.file, self.line = _place(path, error)
+        super().__init__(f"{type(error).__name__}: {error}")
+
+
+def _place(path: Path, error: BaseException) -> tuple[str, int]:
+    """The innermost line of the user's file."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return error.filename, error.lineno or 1
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f.lineno for f in frames if Path(f.filename) == path.absolute() and f.lineno]
+    return str(path), lines[-1] if lines else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One line of a report.
+
+    Attributes:
+        file: of the author's program where it is known, else of the model.
+        line: None where it is not known.
+        code: of a rule, or the name of an error.
+        title: of the rule.
+        message: what is wrong.
+        text: all of it, for a terminal.
+    """
+
+    file: str
+    line: int | None
+    code: str
+    title: str
+    message: str
+    text: str
+
+    def to_json(self) -> dict[str, object]:
+        """Everything but the text for terminals."""
+        content = dataclasses.asdict(self)
+        del content["text"]
+        return content
+
+
+def problems(error: Exception, path: str) -> list[Problem]:
+    """What an error says about the model or program at ``path``."""
+    if isinstance(error, errors.ContractError):
+        return [_finding(finding, path) for finding in error.findings]
+    if isinstance(error, errors.ModelFileError):
+        text = f"{error.path}: error: {error.reason}"
+        return [Problem(error.path, None, "error", "no model", error.reason, text)]
+    if isinstance(error, UserCodeError):
+        text = f"{error.file}:{error.line}: error: {error}"
+        return [Problem(error.file, error.line, "error", "failed", str(error), text)]
+    name, message = type(error).__name__, str(error)
+    location = getattr(error, "location", None)
+    if isinstance(location, errors.Location):
+        message = message.removeprefix(f"{location}: ")
+        text = f"{location}: {name}: {message}"
+        return [Problem(location.file, location.line, name, name, message, text)]
+    return [Problem(path, None, name, name, message, f"{path}: {name}: {message}")]
+
+
+def _finding(finding: errors.Finding, path: str) -> Problem:
+    title, text, location = errors.RULES[finding.code][0], str(finding), finding.location
+    if location is None:  # the text starts with the word that stands for a place
+        return Problem(
+            path, None, finding.code, title, finding.message, path + text[text.index(":") :]
+        )
+    return Problem(location.file, location.line, finding.code, title, finding.message, text)
+
+
+def reported(command: Callable[P, None]) -> Callable[P, None]:
+    """Report errors of the user instead of a traceback. Faults of ours keep theirs."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except (errors.InplaceError, UserCodeError, OSError) as error:
+            path = str(next(iter(kwargs.values()), "onnx-inplace"))
+            found = problems(error, path)
+            if kwargs.get("json_"):
+                print_json({"ok": False, "problems": [p.to_json() for p in found]})
+            else:
+                for problem in found:
+                    print(problem.text, file=sys.stderr)
+                count = f"{len(found)} problem{'s' if len(found) > 1 else ''}"
+                print(f"{count}.", file=sys.stderr)
+            raise typer.Exit(1) from None
+
+    return run
+
+
+def print_json(content: Any) -> None:
+    """One JSON document on stdout."""
+    print(json.dumps(content, indent=2, ensure_ascii=False))

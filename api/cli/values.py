@@ -1,0 +1,91 @@
+"""What stands behind ``--input``, ``--cache`` and ``--save``: names, numbers, files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheArgument:
+    """Storage of a mutable input: a file that is updated in place, or sizes of new zeros."""
+
+    name: str
+    path: Path | None
+    dims: dict[str, int]
+
+
+def pairs(values: Iterable[str], option: str, form: str) -> dict[str, str]:
+    """``NAME=VALUE`` arguments.
+
+    Raises:
+        typer.BadParameter: another form, or a name twice.
+    """
+    found: dict[str, str] = {}
+    for text in values:
+        name, equals, value = text.partition("=")
+        if not equals or not name or not value:
+            raise typer.BadParameter(f"{text!r} is not {form}", param_hint=option)
+        if name in found:
+            raise typer.BadParameter(f"{name} is given twice", param_hint=option)
+        found[name] = value
+    return found
+
+
+def feed(text: str, name: str) -> Any:
+    """An input: the array of a ``.npy`` file, or a number or list as JSON."""
+    if text.endswith(".npy"):
+        return _load(Path(text), name, "--input", None)
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, bool | int | float | list):
+        message = f"{name}: {text!r} is no .npy file, no number and no list of numbers"
+        raise typer.BadParameter(message, param_hint="--input")
+    return value
+
+
+def cache(text: str, name: str) -> CacheArgument:
+    """Storage: a ``.npy`` file, or ``batch:1,max_length:64``."""
+    if text.endswith(".npy"):
+        return CacheArgument(name, Path(text), {})
+    dims = {}
+    for part in text.split(","):
+        dim, colon, size = part.partition(":")
+        if not colon or not size.isdecimal():
+            message = f"{name}: {part!r} is neither a .npy file nor DIMENSION:SIZE"
+            raise typer.BadParameter(message, param_hint="--cache")
+        dims[dim.strip()] = int(size)
+    return CacheArgument(name, None, dims)
+
+
+def open_cache(argument: CacheArgument) -> np.ndarray[Any, Any]:
+    """Map a file so that what is written to the array is written to the file."""
+    assert argument.path is not None
+    return _load(argument.path, argument.name, "--cache", "r+")
+
+
+def _load(path: Path, name: str, option: str, mode: str | None) -> np.ndarray[Any, Any]:
+    try:
+        array = np.load(path, mmap_mode=mode, allow_pickle=False)  # type: ignore[arg-type]
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise typer.BadParameter(f"{name}: {path}: {reason}", param_hint=option) from None
+    assert isinstance(array, np.ndarray)
+    return array
+
+
+def describe(array: np.ndarray[Any, Any], limit: int = 6) -> str:
+    """Type, shape, and a few numbers of an array."""
+    shape = ", ".join(map(str, array.shape))
+    flat = array.reshape(-1)
+    shown = " ".join(str(x) for x in flat[:limit].tolist())
+    more = " ..." if flat.size > limit else ""
+    return f"{array.dtype}[{shape}]  {shown}{more}"
