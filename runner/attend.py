@@ -23,6 +23,7 @@ from onnx_inplace.numba_kernels import (
     floats,
     invoke,
     layout,
+    prefill,
     specialise,
     vector,
 )
@@ -139,6 +140,7 @@ class Kernels:
         self.parallel = invoke.invoke_parallel.ready() if settings.threads > 1 else None
         self.portable: int = attention.attend.ready().address
         self.decode: Any = None
+        self.prefill: Any = None
         kind, size, group = shape.kind, shape.size, shape.group
         if (
             settings.portable
@@ -148,6 +150,9 @@ class Kernels:
             or not vector.available()
         ):
             return
+        if size % vector.LANES == 0:
+            self.prefill = specialise.specialise(prefill, kind, size)
+            self.prefill_address: int = self.prefill.attend.ready().address
         if size % vector.LANES == 0 and group <= vector.LANES:
             self.decode = specialise.specialise(decode, kind, size, group)
             self.decode_addresses = (
@@ -175,6 +180,7 @@ class Call:
         self._all = np.full(p.batch, p.capacity, np.int64)
         plain = not p.softcap and not p.mask[3] and kernels.shape.fits(p)
         self._decode = kernels.decode if p.tokens == 1 and plain else None
+        self._prefill = kernels.prefill if plain else None
 
     def __call__(
         self,
@@ -199,6 +205,10 @@ class Call:
         workers = 1 if small else kernels.threads
         if self._decode is not None:
             self._run_decode(places, workers, longest)
+        elif self._prefill is not None:
+            workspace = np.empty(-(-self._prefill.workspace_size(workers) // 8), np.int64)
+            workspace[0] = 0
+            self._run(kernels.prefill_address, places, address(workspace), workers)
         else:
             workspace = np.empty(self._workspace * workers, np.uint8)
             self._run(kernels.portable, places, address(workspace), workers)

@@ -1,0 +1,128 @@
+"""Prefill attention: many queries of a kv head against tiles of its keys.
+
+``specialise`` makes copies of this file with other values in the next line of constants.
+"""
+
+from numba import carray, njit
+
+from onnx_inplace.numba_kernels import layout
+from onnx_inplace.numba_kernels.floats import (
+    float32_at,
+    float_of_bits,
+    int64_at,
+    narrow,
+    widen,
+)
+from onnx_inplace.numba_kernels.memory import fetch_add, kernel
+from onnx_inplace.numba_kernels.prefill_parts import (
+    BLOCK,
+    TILE,
+    make_pack,
+    make_product,
+    soften,
+)
+
+KIND, SIZE = 0, 64  # specialised
+
+LOG2_E = 1.4426950408889634
+LOWEST = -1e30
+HEADER = 64  # bytes: a counter of items
+ROWS = 128  # query rows of an item: they share the conversion of every tile
+# bytes: queries, sums, largest scores and sums of weights; then tile and scores of a block
+SCRATCH = (ROWS * (2 * SIZE + 2) + TILE * (2 * SIZE + BLOCK) + BLOCK * 5) * 4
+
+pack = make_pack(KIND, SIZE)
+multiply_keys = make_product(SIZE, TILE, False)
+add_values = make_product(TILE, SIZE, True)
+
+
+def workspace_size(workers: int) -> int:
+    """Bytes for ``workers``."""
+    return HEADER + workers * SCRATCH
+
+
+@njit
+def _item(x, at, b, h, row, rows, length, start, space):
+    """Rows ``row .. row + rows`` of kv head ``h``: row ``t * group + g`` is token t in head g."""
+    queries = space
+    sums = queries + ROWS * SIZE * 4
+    tops = sums + ROWS * SIZE * 4
+    totals = tops + ROWS * 4
+    keys = totals + ROWS * 4
+    values = keys + TILE * SIZE * 4
+    scores = values + TILE * SIZE * 4
+    factors = scores + BLOCK * TILE * 4
+    limits = factors + BLOCK * 4
+    q, o = carray(float32_at(queries), (ROWS * SIZE,)), carray(float32_at(sums), (ROWS * SIZE,))
+    top, total = carray(float32_at(tops), (ROWS,)), carray(float32_at(totals), (ROWS,))
+    limit = carray(int64_at(limits), (BLOCK, 2))
+
+    blocks = (rows + BLOCK - 1) // BLOCK
+    factor = float_of_bits(x.scale) * LOG2_E
+    first_key, last_key = length, 0
+    for r in range(blocks * BLOCK):
+        for d in range(r * SIZE, (r + 1) * SIZE):
+            q[d] = o[d] = 0
+        top[r], total[r] = LOWEST, 0
+        if r >= rows:  # fills up the last block
+            continue
+        t, head = (row + r) // x.group, h * x.group + (row + r) % x.group
+        source = at.query + b * x.query_batch + head * x.query_head + t * x.query_token
+        widen(q, r * SIZE, SIZE, source, x.query_kind)
+        for d in range(r * SIZE, (r + 1) * SIZE):
+            q[d] *= factor
+        if at.sinks:
+            top[r], total[r] = carray(float32_at(at.sinks), (head + 1,))[head] * LOG2_E, 1
+        low, high = layout.visible(x, length, start + t)
+        if low < high:
+            first_key, last_key = min(first_key, low), max(last_key, high)
+
+    for tile in range(first_key, last_key, TILE):
+        count = min(TILE, last_key - tile)
+        key = at.key + b * x.key_batch + h * x.key_head + tile * x.key_token
+        value = at.value + b * x.value_batch + h * x.value_head + tile * x.value_token
+        pack(key, x.key_token, value, x.value_token, count, keys, values)
+        for block in range(blocks):
+            seen = False
+            for r in range(BLOCK):
+                limit[r, 0] = limit[r, 1] = 0
+                if block * BLOCK + r < rows:
+                    t = (row + block * BLOCK + r) // x.group
+                    low, high = layout.visible(x, length, start + t)
+                    low, high = max(low - tile, 0), min(high - tile, count)
+                    if low < high:
+                        limit[r, 0], limit[r, 1] = low, high
+                        seen = True
+            if not seen:
+                continue
+            offset = block * BLOCK * SIZE * 4
+            multiply_keys(queries + offset, keys, scores, 0)
+            soften(scores, limits, tops + block * BLOCK * 4, totals + block * BLOCK * 4, factors)
+            add_values(scores, values, sums + offset, factors)
+
+    for r in range(rows):
+        t, head = (row + r) // x.group, h * x.group + (row + r) % x.group
+        inverse = 1 / total[r] if total[r] != 0 else 0.0  # nothing seen: a row of zeros
+        for d in range(r * SIZE, (r + 1) * SIZE):
+            o[d] *= inverse
+        target = at.output + b * x.output_batch + head * x.output_head + t * x.output_token
+        narrow(target, SIZE, o, r * SIZE, x.output_kind)
+
+
+@kernel(layout.KERNEL)
+def attend(layout_at, query, key, value, output, lengths, mask, sinks, space, worker, workers):
+    """Part of a worker: it takes blocks of rows until none is left, those with most keys first."""
+    x = layout.read(layout_at)
+    at = layout.Places(query, key, value, output, lengths, mask, sinks)
+    scratch = space + HEADER + worker * SCRATCH
+    count = x.group * x.tokens
+    parts = (count + ROWS - 1) // ROWS
+    heads = x.batch * x.kv_heads
+    while True:
+        item = fetch_add(space, 1)
+        if item >= heads * parts:
+            break
+        row = (parts - 1 - item // heads) * ROWS
+        b, h = item % heads // x.kv_heads, item % heads % x.kv_heads
+        length, start = layout.extent(x, lengths, b)
+        _item(x, at, b, h, row, min(ROWS, count - row), length, start, scratch)
