@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
 from onnx_inplace.compiler import schema, weights
@@ -55,8 +56,14 @@ def parse(data: bytes, path: Path | None = None) -> Parts:
         raise ModelFileError(name, "this is no ONNX model: it has no graph.")
     try:
         return model, weights.take(model.graph, None if path is None else path.parent)
-    except ValueError as error:
-        raise ModelFileError(name, str(error)) from None
+    except (ValueError, ir.serde.SerdeError) as error:
+        raise ModelFileError(name, _reason(error)) from None
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, and with which weight."""
+    cause = error.__cause__
+    return str(error) if cause is None else f"{error}: {cause}"
 
 
 def write(model: Any, large: weights.Weights, path: str | os.PathLike[str]) -> None:

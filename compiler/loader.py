@@ -99,6 +99,9 @@ def _check_structure(proto: Any, path: str) -> None:
             tensor.ClearField("external_data")
             tensor.ClearField("dims")
             tensor.dims.append(0)
+    for value in (*bare.graph.input, *bare.graph.output):
+        if value.type.HasField("tensor_type"):
+            value.type.tensor_type.shape.SetInParent()  # the checker wants one; none is any rank
     try:
         onnx.checker.check_model(bare.SerializeToString())
     except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
@@ -281,7 +284,6 @@ def _canonical(function: ir.Function) -> object:
             (node.op_identifier(), numbers(node.inputs), numbers(node.outputs), attributes)
         )
     return (
-        function.identifier(),
         inputs,
         nodes,
         numbers(function.outputs),

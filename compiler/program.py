@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ from onnx_inplace.compiler.contract import Access
 LOCATION = emitter.LOCATION  # key in ir.Node.meta: the errors.Location of the author's line
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Declaration:
     """A recorded graph or function and what its author declared about it.
 
@@ -104,7 +105,7 @@ def build(declaration: Declaration) -> Program:
     """
     *functions, model = _analyse(declaration)
     graph = dataclasses.replace(model, block=declaration.function.graph)
-    blocks = [graph.block, *(f.block for f in functions)]
+    blocks = [*(f.block for f in functions), graph.block]
     nodes = [n for block in blocks for n in ir.traversal.RecursiveGraphIterator(block)]
     opset = declaration.function.opset_imports.get("", operators.OPSET)
     bodies = operators.attach_bodies(nodes, opset)
@@ -112,11 +113,17 @@ def build(declaration: Declaration) -> Program:
     return Program(name, *emitter.emit(graph, functions, bodies, name))
 
 
+# A function is analysed once, however many functions and models call it.
+_analysed: weakref.WeakKeyDictionary[Declaration, facts.Analysed] = weakref.WeakKeyDictionary()
+
+
 def _analyse(declaration: Declaration) -> list[facts.Analysed]:
-    """Every function once, callees first, the declaration itself last."""
+    """Every function, callees first, the declaration itself last."""
     done: dict[ir.OperatorIdentifier, facts.Analysed] = {}
     for current in (*declaration.functions, declaration):
-        analysed = _analyse_one(current, done)
+        analysed = _analysed.get(current)
+        if analysed is None:
+            analysed = _analysed[current] = _analyse_one(current, done)
         done[current.function.identifier()] = analysed
     return list(done.values())
 
@@ -138,4 +145,3 @@ def _analyse_one(
     if aliases.findings:
         raise errors.ContractError(aliases.findings)
     return facts.Analysed(declaration.function, aliases, declaration.access)
-

@@ -31,16 +31,16 @@ def condition(test: Operand, what: str) -> ir.Value:
     r, value = recorder.current(), test.value
     if r.is_unknown(value):
         return value
-    name = value.meta.get(recorder.VARIABLE, value.name)
+    name = recorder.called(value)
     if value.dtype not in (None, ir.DataType.BOOL):
         r.fault(
-            f"`{what}` decides on a BOOL, and `{name}` is {value.dtype.name}: compare it.", "E102"
+            f"`{what}` decides on a BOOL, and {name} is {value.dtype.name}: compare it.", "E102"
         )
         return r.unknown()
     if value.shape is not None and value.shape.rank() > 0:
         if any(isinstance(d, int) and d != 1 for d in value.shape) or value.shape.rank() > 1:
             r.fault(
-                f"`{what}` decides on one BOOL, and `{name}` has shape {value.shape}: reduce it, "
+                f"`{what}` decides on one BOOL, and {name} has shape {value.shape}: reduce it, "
                 "for example with op.ReduceMin.",
                 "E102",
             )

@@ -132,15 +132,15 @@ def _argument(
         return value
     if r.is_weak(value) and value.dtype != type_.dtype:
         return r.emit("", "Cast", [value], [ir.AttrInt64("to", int(type_.dtype))])[0]
-    called = value.meta.get(recorder.VARIABLE, value.name)
+    called = recorder.called(value)
     if value.dtype is not None and value.dtype != type_.dtype:
         r.fault(
-            f"{name}: `{leaf.name}` is {type_.dtype.name}, and `{called}` is {value.dtype.name}.",
+            f"{name}: `{leaf.name}` is {type_.dtype.name}, and {called} is {value.dtype.name}.",
             "E102",
         )
         return r.unknown()
     if shape is not None and value.shape is not None and not _fits(shape, value.shape, dims):
-        r.fault(f"{name}: `{leaf.name}` is {shape}, and `{called}` is {value.shape}.", "E102")
+        r.fault(f"{name}: `{leaf.name}` is {shape}, and {called} is {value.shape}.", "E102")
         return r.unknown()
     return value
 

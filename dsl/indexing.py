@@ -65,10 +65,10 @@ def _expanded(r: recorder.Recorder, x: ir.Value, key: Any) -> list[Any] | None:
     keys = list(key) if isinstance(key, tuple) else [key]
     dots = [k for k, e in enumerate(keys) if e is Ellipsis]
     used = sum(e is not None and e is not Ellipsis for e in keys)
-    name = x.meta.get(recorder.VARIABLE, x.name)
+    name = recorder.called(x)
     rank = None if x.shape is None else x.shape.rank()
     if rank is not None and used > rank:
-        r.fault(f"`{name}` has {rank} dimensions, and {used} indices.", "E102")
+        r.fault(f"{name} has {rank} dimensions, and {used} indices.", "E102")
         return None
     if len(dots) > 1:
         r.fault("an index has one `...` at most.")
@@ -79,7 +79,7 @@ def _expanded(r: recorder.Recorder, x: ir.Value, key: Any) -> list[Any] | None:
     if all(k is None for k in after) and not after:
         return keys[: dots[0]]
     if rank is None:
-        r.fault(f"the rank of `{name}` is not known here, so `...` means nothing.")
+        r.fault(f"the rank of {name} is not known here, so `...` means nothing.")
         return None
     return [*keys[: dots[0]], *([slice(None)] * (rank - used)), *after]
 
@@ -103,7 +103,7 @@ def _is_whole(r: recorder.Recorder, k: Any) -> bool:
             r.fault("an index of BOOL selects a number of elements that is not known: op.Compress.")
             return False
         if k.dtype is not None and not literals.is_integer_type(k.dtype):
-            r.fault(f"`{k.name}` is {k.dtype.name}: an index is a whole number.", "E102")
+            r.fault(f"{recorder.called(k)} is {k.dtype.name}: an index is a whole number.", "E102")
             return False
         return True
     if isinstance(k, bool | np.bool_) or not _all_whole(k):

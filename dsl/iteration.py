@@ -174,13 +174,16 @@ def _scalar(r: recorder.Recorder, x: Any) -> Any:
         return value
     if value.dtype is not None and not literals.is_integer_type(value.dtype):
         r.fault(
-            f"range of `{value.name}`, which is {value.dtype.name}: whole numbers count.", "E102"
+            f"range of {recorder.called(value)}, which is {value.dtype.name}: whole numbers count.",
+            "E102",
         )
         return r.unknown()
     if value.shape is not None and (
         value.shape.rank() > 1 or any(isinstance(d, int) and d != 1 for d in value.shape)
     ):
-        r.fault(f"range of `{value.name}`, which has shape {value.shape}: one number.", "E102")
+        r.fault(
+            f"range of {recorder.called(value)}, which has shape {value.shape}: one number.", "E102"
+        )
         return r.unknown()
     if value.dtype not in (None, ir.DataType.INT64):
         value = standard("Cast", value, to=ir.DataType.INT64)

@@ -151,7 +151,10 @@ def _adapt(
             r.fault(_differ(operator, other, x), "E102")
             failed = True
         if known is not None and not _allowed(known, formal.type, dtype):
-            r.fault(f"{operator.name} is not defined for {dtype.name} (`{x.name}`).", "E102")
+            r.fault(
+                f"{operator.name} is not defined for {dtype.name}, which {recorder.called(x)} is.",
+                "E102",
+            )
             failed = True
     only_weak = {t: None for t, xs in weak.items() if t not in bound and any(map(_is_value, xs))}
     common = {t: _promoted(weak[t]) for t in only_weak}
@@ -217,9 +220,7 @@ def _allowed(known: Signature, type_: str, dtype: ir.DataType) -> bool:
 
 
 def _differ(operator: Operator, a: ir.Value, b: ir.Value) -> str:
-    first, second = (
-        f"`{v.meta.get(recorder.VARIABLE, v.name)}` is {d.name}" for v in (a, b) if (d := v.dtype)
-    )
+    first, second = (f"{recorder.called(v)} is {d.name}" for v in (a, b) if (d := v.dtype))
     return f"{operator.name}: {first}, {second}; convert one of them with op.Cast(x, to=...)."
 
 
@@ -261,7 +262,10 @@ def as_vector(x: Any) -> ir.Value:
         return r.constant(literals.literal([x], ir.DataType.INT64))
     if x.dtype is not None and x.dtype != ir.DataType.INT64:
         if not literals.is_integer_type(x.dtype):
-            r.fault(f"`{x.name}` is {x.dtype.name}, and whole numbers are wanted here.", "E102")
+            r.fault(
+                f"{recorder.called(x)} is {x.dtype.name}, and whole numbers are wanted here.",
+                "E102",
+            )
             return r.unknown()
         x = standard("Cast", x, to=ir.DataType.INT64)
     if x.shape is not None and x.shape.rank() == 1:

@@ -54,6 +54,8 @@ class Recorder:
         self.declared_opset = opset
         self.blocks: list[Block] = []
         self.findings: list[Finding] = []
+        self.place: Location | None = None
+        self._reported: dict[object, str] = {}
         self.functions: dict[ir.OperatorIdentifier, program.Declaration] = {}
         self.returned: tuple[tuple[str | None, ...], bool, Location] | None = None
         self._owner: dict[ir.Value, Block] = {}
@@ -69,11 +71,25 @@ class Recorder:
     def fault(self, message: str, code: str = "E100", location: Location | None = None) -> None:
         """Note a fault; recording goes on, so that the next one is found as well.
 
-        A line is reported once: a helper in a loop over thirty layers has one fault, not thirty.
+        A call is reported once: a helper that thirty layers use has one fault, not thirty.
         """
-        location = location or places.user_line()
-        if all((f.code, f.location) != (code, location) for f in self.findings):
+        frame = places.user_frame()
+        where: object = frame.f_lasti
+        if location is None and self.place is None:
+            location = Location(frame.f_code.co_filename, frame.f_lineno)
+        else:
+            location, where = location or self.place, message
+        if self._reported.setdefault((code, location, where), message) is message:
             self.findings.append(Finding(code, message, location))
+
+    @contextlib.contextmanager
+    def at(self, location: Location) -> Iterator[None]:
+        """What is recorded stands at ``location``, wherever the author's code is."""
+        before, self.place = self.place, location
+        try:
+            yield
+        finally:
+            self.place = before
 
     def stop(self, message: str, code: str = "E100") -> typing.NoReturn:
         """Note a fault that Python cannot go on from.
@@ -200,9 +216,8 @@ class Recorder:
             self.fault(f"`{value.name}` belongs to another model or function.")
             return self.unknown()
         if not any(owner is block for block in self.blocks):
-            name = value.meta.get(VARIABLE, value.name)
             self.fault(
-                f"`{name}` was made inside of a block that depends on a tensor, and has left it through a "
+                f"{called(value)} was made inside of a block that depends on a tensor, and has left it through a "
                 "list, a nonlocal or an attribute; assign a variable there, and read that variable."
             )
             return self.unknown()
@@ -227,10 +242,11 @@ class Recorder:
             dict(self._counts),
             list(self.findings),
             dict(self.functions),
+            dict(self._reported),
         )
         yield attempt
         if not attempt.kept:
-            self._holders, self._counts, self.findings, self.functions = before
+            self._holders, self._counts, self.findings, self.functions, self._reported = before
 
     # -- nodes
 
@@ -253,7 +269,7 @@ class Recorder:
             return [self.unknown() for _ in range(count)]
         while known and known[-1] is None:
             known.pop()
-        location = location or places.user_line()
+        location = location or self.place or places.user_line()
         stems = [op_type.lower()] * count if isinstance(outputs, int) else list(outputs)
         results = [self.value(stem) for stem in stems]
         version = version if version is not None else self.opset if domain == "" else 1
@@ -329,6 +345,14 @@ class Attempt:
     """Whether what was recorded on approval stays."""
 
     kept: bool = False
+
+
+def called(value: ir.Value) -> str:
+    """What a message calls ``value``: the author's variable, or the operator that made it."""
+    variable, producer = value.meta.get(VARIABLE), value.producer()
+    if variable is None and producer is not None:
+        return f"the result of {producer.op_type}"
+    return f"`{variable or value.name}`"
 
 
 _current: contextvars.ContextVar[Recorder] = contextvars.ContextVar("recorder")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ import onnx_ir as ir
 from onnx_inplace.compiler.errors import Location
 from onnx_inplace.dsl import annotations, literals, parameters, recorder, structures
 from onnx_inplace.dsl.tensor import Operand
+
+
+Dim = int | ir.SymbolicDim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +73,7 @@ class _Collector:
             return self.r.constant(literals.literal(x, dtype))
         except (literals.Lost, TypeError) as error:
             code = "E102" if isinstance(error, literals.Lost) else "E100"
-            self.r.fault(f"result: {error}.", code, self.location)
+            self.r.fault(f"result: {error}.", code)
             return self.r.unknown()
 
     def name(self, variable: str | None, path: str, root: str | None) -> str:
@@ -89,9 +93,7 @@ class _Collector:
         """Check a declared type against what was inferred, and merge the dimensions."""
         if value.type is not None and value.type != type_:
             found, wanted = (t.dtype.name for t in (value.type, type_))
-            self.r.fault(
-                f"`{value.name}` is declared {wanted}, and is {found}.", "E102", self.location
-            )
+            self.r.fault(f"`{value.name}` is declared {wanted}, and is {found}.", "E102")
             return
         value.type = type_
         if shape is None or value.shape is None:
@@ -102,14 +104,17 @@ class _Collector:
             for a, b in zip(shape, value.shape, strict=True)
         ):
             message = f"`{value.name}` is declared with shape {shape}, and has {value.shape}."
-            self.r.fault(message, "E102", self.location)
+            self.r.fault(message, "E102")
             return
-        value.shape = ir.Shape(
-            [
-                b if isinstance(b, int) and not isinstance(a, int) else a
-                for a, b in zip(shape, value.shape, strict=True)
-            ]
-        )
+        value.shape = ir.Shape([_merged(a, b) for a, b in zip(shape, value.shape, strict=True)])
+
+
+def _merged(declared: Dim, inferred: Dim) -> Dim:
+    """A number if there is one, else the name that the inputs give, else the declared one."""
+    if isinstance(declared, int):
+        return declared
+    known = isinstance(inferred, int) or inferred.value is not None
+    return inferred if known else declared
 
 
 def collect(
@@ -128,37 +133,42 @@ def collect(
         return Results([], [], None)
     names, is_tuple, location = r.returned
     collector = _Collector(r, declared, inputs, location)
-    hints = annotations.members(hint, namespace) if _is_tuple_hint(hint) else None
-    if hints is None:
-        template = _one(
-            collector,
-            None if is_tuple else names[0],
-            result,
-            hint,
-            namespace,
-            names if is_tuple else (),
-        )
-        return Results(collector.values, collector.returns, template)
+    with r.at(location):
+        template = _all(collector, result, hint, namespace, names, is_tuple)
+    return Results(collector.values, collector.returns, template)
+
+
+def _all(
+    c: _Collector,
+    result: Any,
+    hint: Any,
+    namespace: Mapping[str, Any],
+    names: Sequence[str | None],
+    is_tuple: bool,
+) -> Any:
+    if not _is_written_out(hint):
+        if is_tuple:
+            return _one(c, None, result, hint, namespace, names)
+        return _one(c, names[0], result, hint, namespace)
+    hints = annotations.members(hint, namespace) or []
     members = structures.children(result)
     if members is None or len(members) != len(hints):
         count = 1 if members is None else len(members)
-        r.fault(f"{count} results are returned, {len(hints)} are declared.", location=location)
-        return Results([], [], None)
-    template = []
-    for k, ((_, x), (_, h)) in enumerate(zip(members, hints, strict=True)):
-        if is_tuple:
-            template.append(_one(collector, names[k], x, h, namespace))
-        else:
-            template.append(_one(collector, names[0], x, h, namespace, path=str(k)))
-    return Results(collector.values, collector.returns, structures.rebuild(result, template))
+        c.r.fault(f"{count} results are returned, {len(hints)} are declared.")
+        return None
+    template = [
+        _one(c, names[k], x, h, namespace)
+        if is_tuple
+        else _one(c, names[0], x, h, namespace, path=str(k))
+        for k, ((_, x), (_, h)) in enumerate(zip(members, hints, strict=True))
+    ]
+    return structures.rebuild(result, template)
 
 
-def _is_tuple_hint(hint: Any) -> bool:
-    return (
-        annotations.alias_of(hint) is None and annotations.members(hint, {}) is not None
-        if not isinstance(hint, type)
-        else False
-    )
+def _is_written_out(hint: Any) -> bool:
+    """``tuple[A, B]``, or a list or mapping of annotations: several results."""
+    is_class = isinstance(hint, type) and typing.get_origin(hint) is None
+    return not is_class and annotations.members(hint, {}) is not None
 
 
 def _one(
@@ -183,7 +193,6 @@ def _one(
             c.r.fault(
                 f'Alias["{target}"] names no mutable parameter of {c.r.name}({", ".join(c.parameters)}).',
                 "E117",
-                c.location,
             )
             hint, target = None, None
         else:

@@ -29,7 +29,7 @@ class Operand(abc.ABC):
     def __bool__(self) -> bool:
         """Note a fault: a tensor has no content while the graph is built."""
         recorder.current().fault(
-            f"Python decides on the tensor `{_called(self.value)}` here. Only if, for, while, and, or, not and "
+            f"Python decides on the tensor {recorder.called(self.value)} here. Only if, for, while, and, or, not and "
             "comparisons in the text of a @model or @function can; pass the decision in as a Python value, or "
             "use op.Where."
         )
@@ -38,7 +38,7 @@ class Operand(abc.ABC):
     def __index__(self) -> int:
         """Fault: the number is not known."""
         recorder.current().stop(
-            f"`{_called(self.value)}` is a tensor, and a Python number is wanted here; its value is known only "
+            f"{recorder.called(self.value)} is a tensor, and a Python number is wanted here; its value is known only "
             "when the model runs."
         )
 
@@ -51,27 +51,35 @@ class Operand(abc.ABC):
     def __len__(self) -> int:
         """Fault: a length may not be known."""
         recorder.current().stop(
-            f"`{_called(self.value)}` is a tensor: use `.shape[0]` where the length is declared, op.Shape else."
+            f"{recorder.called(self.value)} is a tensor: use `.shape[0]` where the length is declared, op.Shape else."
         )
 
     def __iter__(self) -> Iterator[Any]:
         """Fault: how often is not known."""
         recorder.current().stop(
-            f"`{_called(self.value)}` is a tensor: loop over `range(n)`, or over `scan({_called(self.value)})`."
+            f"{recorder.called(self.value)} is a tensor: loop over `range(n)`, or over `scan(...)`."
         )
 
     def __contains__(self, x: object) -> bool:
         """Fault: the content is not known."""
-        recorder.current().stop(f"`{_called(self.value)}` is a tensor: Python cannot search it.")
+        recorder.current().stop(
+            f"{recorder.called(self.value)} is a tensor: Python cannot search it."
+        )
 
     def __array__(self, *args: object, **kwargs: object) -> NoReturn:
         """Fault: numpy cannot compute on it."""
-        recorder.current().stop(f"`{_called(self.value)}` is a tensor: use op.* instead of numpy.")
+        recorder.current().stop(
+            f"{recorder.called(self.value)} is a tensor: use op.* instead of numpy."
+        )
+
+    def __array_function__(self, f: Any, *args: object) -> NoReturn:
+        """Fault: numpy cannot compute on it."""
+        recorder.current().stop(f"numpy.{f.__name__} of a tensor: use op.* instead.")
 
     def __setitem__(self, key: object, value: object) -> None:
         """Fault: tensors are values."""
         recorder.current().fault(
-            f"`{_called(self.value)}` is a tensor, and tensors are values: items cannot be assigned. Write into a "
+            f"{recorder.called(self.value)} is a tensor, and tensors are values: items cannot be assigned. Write into a "
             "cache with kv.CacheUpdate, or make a new tensor with op.ScatterND or op.Where."
         )
 
@@ -96,7 +104,8 @@ class Operand(abc.ABC):
 
     def __repr__(self) -> str:
         dtype = "?" if self.dtype is None else self.dtype.name
-        return f"Tensor({_called(self.value)}: {dtype}{'' if self.shape is None else list(self.shape)})"
+        shape = "" if self.shape is None else list(self.shape)
+        return f"Tensor({recorder.called(self.value)}: {dtype}{shape})"
 
     # -- what records
 
@@ -213,10 +222,6 @@ class Tensor(Operand):
     def value(self) -> ir.Value:
         """The value in the graph that is being recorded."""
         return self._value
-
-
-def _called(value: ir.Value) -> str:
-    return str(value.meta.get(recorder.VARIABLE, value.name))
 
 
 def _binary(name: str, a: Any, b: Any) -> Any:
