@@ -26,6 +26,7 @@ def flatten(model: ir.Model) -> None:
     """
     for function in model.functions.values():
         _return_new_values(function)
+        _forget_symbols(function)
     common.InlinePass(lambda f: not is_operator(f))(model)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     _lift_initializers(model.graph)
@@ -70,6 +71,16 @@ def _return_new_values(function: ir.Function) -> None:
             function.append(node)
             function.outputs[index] = node.outputs[0]
         seen.add(value)
+
+
+def _forget_symbols(function: ir.Function) -> None:
+    """A dimension's name means nothing in the caller, which may use the same for another."""
+    for node in function.all_nodes():
+        inner = [v for graph in inner_graphs(node) for v in (*graph.inputs, *graph.outputs)]
+        for value in (*node.outputs, *inner):
+            if value.shape is not None:
+                dims = [d if isinstance(d, int) else None for d in value.shape]
+                value.shape = ir.Shape(dims)
 
 
 def _lift_initializers(graph: ir.Graph) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import onnx
 import onnx_ir as ir
 
-from onnx_inplace.compiler import contract, weights
+from onnx_inplace.compiler import contract, errors, weights
 
 _PAYLOAD = 1024  # [bytes] smaller weights may be shapes or axes and take part with their values
 _MICROSOFT = "com.microsoft"
@@ -37,15 +37,23 @@ _SAME_AS: dict[tuple[str, str], dict[int, int]] = {
 def infer(model: ir.Model) -> None:
     """Set type and shape of every value that inference can reach; names must be unique.
 
-    Shapes that the graph held for intermediate values are dropped first: after inlining, a symbol
-    of a callee says nothing in the caller.
+    Shapes that the graph held for intermediate values are dropped first, they are found again.
+
+    Raises:
+        errors.ModelFileError: types contradict each other.
     """
     with weights.detached(model.graph, _PAYLOAD):
         proto = ir.to_proto(model)
-    del proto.graph.value_info[:]
+    _forget_shapes(proto.graph)
     _stand_in(proto.graph, proto.graph)
-    inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
-    types = {info.name: info.type for info in _infos(inferred.graph)}
+    try:
+        inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
+    except onnx.shape_inference.InferenceError as error:
+        raise errors.ModelFileError("model", f"its types do not fit together: {error}") from None
+    types: dict[str, onnx.TypeProto] = {}
+    for info in _infos(inferred.graph):  # a result stands in two lists, which may differ
+        if info.name not in types or info.type.tensor_type.HasField("shape"):
+            types[info.name] = info.type
     keep = {*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()}
     for node in model.graph.all_nodes():
         bodies = [
@@ -60,6 +68,17 @@ def infer(model: ir.Model) -> None:
                 value.shape = value.shape if value in keep and value.shape is not None else shape
             elif value not in keep:
                 value.shape = None
+
+
+def _forget_shapes(graph: onnx.GraphProto) -> None:
+    """Keep the element types of intermediate values: an operator may be unknown to onnx."""
+    for info in graph.value_info:
+        if info.type.HasField("tensor_type"):
+            info.type.tensor_type.ClearField("shape")
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                _forget_shapes(attribute.g)
 
 
 def _infos(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
