@@ -1,7 +1,5 @@
 """The plan: order, number of sub-sessions, and what it says about values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np
