@@ -16,10 +16,11 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnx_inplace.compiler import conditions, extents, loader, slicing
+from onnx_inplace.compiler import conditions, loader, sizes, slicing
 from onnx_inplace.compiler.conditions import Kind, Linear, Requirement
-from onnx_inplace.compiler.extents import Extents, Size
+from onnx_inplace.compiler.extents import Extents
 from onnx_inplace.compiler.knowledge import Knowledge, bodies, is_control
+from onnx_inplace.compiler.sizes import Size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Bound:
         )
         bounds = ""
         if self.low and self.kind is not Kind.SHAPE:
-            low, high = (", ".join(map(str, sizes)) for sizes in (self.low, self.high))
+            low, high = (", ".join(map(str, bound)) for bound in (self.low, self.high))
             bounds = f": {low} <= {self.port} <= {high}"
         return f"{self.operator}: {what} `{self.root}`{bounds}"
 
@@ -215,7 +216,7 @@ class _Builder:
         number, offset = self.extents.integer(r.subject), self.size(r.offset)
         if number is None or offset is None:
             return None
-        return (extents.operation("+", number, offset),)
+        return (sizes.operation("+", number, offset),)
 
     def input(self, r: Requirement) -> tuple[str, Size] | None:
         """What is bounded, as an input plus a number."""
@@ -224,7 +225,7 @@ class _Builder:
         if found is None or offset is None:
             return None
         value, number = found
-        return str(value.name), extents.operation("+", number, offset)
+        return str(value.name), sizes.operation("+", number, offset)
 
     def partial(self, term: Linear) -> Size | slicing.Measured:
         """A term with all sizes that are known put in."""
@@ -236,11 +237,11 @@ class _Builder:
                 unknown.append((factor, value, axis))
                 continue
             if abs(factor) != 1:
-                size = extents.operation("*", abs(factor), size)
+                size = sizes.operation("*", abs(factor), size)
             if total == 0 and factor > 0:
                 total = size
             else:
-                total = extents.operation("+" if factor > 0 else "-", total, size)
+                total = sizes.operation("+" if factor > 0 else "-", total, size)
         return slicing.Measured(total, tuple(unknown)) if unknown else total
 
     def size(self, term: Linear) -> Size | None:

@@ -16,7 +16,6 @@ import onnx
 import onnx_ir as ir
 
 from onnx_inplace.compiler import contract
-from onnx_inplace.compiler.extents import Size
 from onnx_inplace.compiler.knowledge import (
     Knowledge,
     bodies,
@@ -25,6 +24,7 @@ from onnx_inplace.compiler.knowledge import (
     is_control,
     ports,
 )
+from onnx_inplace.compiler.sizes import Size
 
 CHECK_DOMAIN = "onnx_inplace.check"
 CHECK = """

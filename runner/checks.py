@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from onnx_inplace.compiler import errors, extents, positions
+from onnx_inplace.compiler import errors, positions, sizes
 from onnx_inplace.compiler.conditions import Kind
 from onnx_inplace.runner.storage import Array
 
@@ -93,10 +93,10 @@ class Prechecks:
         """
         for static in self._checks.static:
             limits = self._limits(static.bound, -1, 0, dims)
-            _enforce(static.bound, list(extents.numbers(static.sizes, dims)), limits)
+            _enforce(static.bound, list(sizes.numbers(static.sizes, dims)), limits)
         found: list[Check] = []
         direct = [
-            self._limits(d.bound, self._slot_of[d.input], extents.evaluate(d.offset, dims), dims)
+            self._limits(d.bound, self._slot_of[d.input], sizes.evaluate(d.offset, dims), dims)
             for d in self._checks.direct
         ]
         for slot in dict.fromkeys(limits.slot for limits in direct):
@@ -112,10 +112,10 @@ class Prechecks:
             bound,
             slot,
             offset,
-            extents.numbers(bound.low, dims),
-            extents.numbers(bound.high, dims),
-            0 if bound.length is None else extents.evaluate(bound.length, dims),
-            extents.numbers(bound.capacity, dims),
+            sizes.numbers(bound.low, dims),
+            sizes.numbers(bound.high, dims),
+            0 if bound.length is None else sizes.evaluate(bound.length, dims),
+            sizes.numbers(bound.capacity, dims),
         )
 
     def _slice(
@@ -124,9 +124,8 @@ class Prechecks:
         sliced: positions.Sliced,
         dims: Mapping[str, int],
     ) -> Check:
-        sizes = {
-            name: np.asarray(extents.numbers(vector, dims), np.int64)
-            for name, vector in sliced.sizes
+        vectors = {
+            name: np.asarray(sizes.numbers(vector, dims), np.int64) for name, vector in sliced.sizes
         }
         inputs = [(name, self._slot_of[name]) for name in sliced.inputs]
         names = [session.get_outputs()[0].name]
@@ -134,7 +133,7 @@ class Prechecks:
 
         def check(slots: Slots) -> None:
             feeds = {name: slots[slot] for name, slot in inputs}
-            number, *values = run(names, {**sizes, **feeds}, None)[0].tolist()
+            number, *values = run(names, {**vectors, **feeds}, None)[0].tolist()
             if number:
                 position, length, capacity, place = values
                 bound = sliced.bounds[number - 1]
