@@ -58,6 +58,12 @@ def all_nodes(proto: Any) -> Iterator[tuple[str, Any]]:
         yield from walk(function.node, facts.function_scope(function))
 
 
+def unreadable(error: Exception) -> ModelFileError:
+    """What onnx-ir says about a model that it cannot represent."""
+    reason = str(error.__cause__ or error).strip().splitlines()[0]
+    return ModelFileError("model", f"onnx-ir cannot read it: {reason}")
+
+
 class Derivation:
     """All facts again, from operator rules and declarations.
 
@@ -75,7 +81,7 @@ class Derivation:
                 onnx.ModelProto.FromString(proto.SerializeToString())
             )
         except (ir.serde.SerdeError, ValueError, KeyError, TypeError) as error:
-            raise ModelFileError("model", f"onnx-ir cannot read it: {error}") from None
+            raise unreadable(error) from None
         weights.attach(self.model.graph, large)
         mark_foreign(proto, self.model)
         declarations = declared(proto)
@@ -104,7 +110,10 @@ class Derivation:
         for value in function.inputs:
             if value.name in infos and infos[value.name].HasField("type"):
                 info = onnx.ValueInfoProto.FromString(infos[value.name].SerializeToString())
-                ir.serde.deserialize_value_info_proto(info, value)
+                try:
+                    ir.serde.deserialize_value_info_proto(info, value)
+                except (ir.serde.SerdeError, ValueError) as error:
+                    raise unreadable(error) from None
         roots = {
             k: str(function.inputs[i].name)
             for k, i in declaration.alias.items()

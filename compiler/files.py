@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from onnx_inplace.compiler import schema, weights
 from onnx_inplace.compiler.errors import ModelFileError
@@ -52,12 +52,31 @@ def parse(data: bytes, path: Path | None = None) -> Parts:
             model = schema.ModelProto.FromString(data)
     except (DecodeError, ValueError) as error:
         raise ModelFileError(name, f"this is no ONNX model: {error}") from None
+    if (broken := _broken_text(model, "model")) is not None:
+        raise ModelFileError(name, f"this is no ONNX model: {broken} is no UTF-8 text.")
     if not model.HasField("graph") or not model.ir_version:
         raise ModelFileError(name, "this is no ONNX model: it has no graph.")
     try:
         return model, weights.take(model.graph, None if path is None else path.parent)
     except (ValueError, ir.serde.SerdeError) as error:
         raise ModelFileError(name, _reason(error)) from None
+
+
+def _broken_text(message: Message, path: str) -> str | None:
+    """Where a string is no text: protobuf gives its bytes, which nobody expects."""
+    for field, value in message.ListFields():
+        if field.name == "raw_data":
+            continue
+        for item in value if field.is_repeated else (value,):
+            where = f"{path}.{field.name}"
+            if field.message_type is not None:
+                if (found := _broken_text(item, where)) is not None:
+                    return found
+            elif isinstance(item, bytes) and field.type == field.TYPE_STRING:
+                return where
+            elif not isinstance(item, str):
+                break  # numbers
+    return None
 
 
 def _reason(error: Exception) -> str:

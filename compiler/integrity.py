@@ -59,16 +59,8 @@ def unknown_fields(model: Any) -> list[Finding]:
     """
     findings = []
     for path, number in _unknown(model, "model"):
-        what = (
-            "an unknown value or field"
-            if number < schema_fields.FIRST
-            else "a value or field that is not known here"
-        )
-        findings.append(
-            Finding(
-                "E113", f"{path} has {what}, number {number}: a newer or another producer wrote it."
-            )
-        )
+        message = f"{path} has a field or an enum value that is not known here, number {number}."
+        findings.append(Finding("E113", message))
     return findings
 
 

@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import onnx
 import onnx_ir as ir
 
 from onnx_inplace.compiler import (
@@ -24,9 +23,10 @@ from onnx_inplace.compiler import (
     flat,
     integrity,
     operators,
+    structure,
 )
 from onnx_inplace.compiler.contract import Access
-from onnx_inplace.compiler.errors import ContractError, Finding, ModelFileError
+from onnx_inplace.compiler.errors import ContractError, Finding
 from onnx_inplace.compiler.facts import Where
 from onnx_inplace.compiler.program import Program
 
@@ -85,27 +85,8 @@ def open_program(source: str | os.PathLike[str] | bytes | Program) -> Program:
     if isinstance(source, Program):
         return source
     proto, large = files.parse(source) if isinstance(source, bytes) else files.read(source)
-    _check_structure(proto, "model" if isinstance(source, bytes) else os.fspath(source))
+    structure.check(proto, "model" if isinstance(source, bytes) else os.fspath(source))
     return Program(proto.graph.name, proto, large)
-
-
-def _check_structure(proto: Any, path: str) -> None:
-    """What the analysis takes for granted: names are defined before they are used, and once."""
-    bare = type(proto)()
-    bare.CopyFrom(proto)
-    for tensor in bare.graph.initializer:
-        if tensor.data_location == onnx.TensorProto.EXTERNAL:  # has been checked
-            tensor.ClearField("data_location")
-            tensor.ClearField("external_data")
-            tensor.ClearField("dims")
-            tensor.dims.append(0)
-    for value in (*bare.graph.input, *bare.graph.output):
-        if value.type.HasField("tensor_type"):
-            value.type.tensor_type.shape.SetInParent()  # the checker wants one; none is any rank
-    try:
-        onnx.checker.check_model(bare.SerializeToString())
-    except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
-        raise ModelFileError(path, f"this is no valid ONNX model: {str(error).strip()}") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,7 +277,10 @@ def _canonical(function: ir.Function) -> object:
 
 def _flatten(verified: Verified, program: Program) -> Loaded:
     model = verified.model
-    flat.flatten(model)
+    try:
+        flat.flatten(model)
+    except (ir.serde.SerdeError, ValueError) as error:
+        raise derivation.unreadable(error) from None
     inputs = {str(v.name): v for v in model.graph.inputs}
     mutable = [
         v

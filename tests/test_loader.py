@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import file_programs
+import numpy as np
 import onnx
 import pytest
 import strategies
@@ -460,3 +461,64 @@ def test_findings_name_the_line_of_the_author() -> None:
     assert finding.location is not None and finding.location.file == "test_loader.py"
     line = Path(__file__).read_text().splitlines()[finding.location.line - 1]
     assert "kv.CacheUpdate(cache, new, position)" in line
+
+
+# -- files that chance has changed
+
+
+@pytest.mark.parametrize("name", file_programs.STATEFUL)
+def test_a_damaged_file_never_gives_a_traceback(name: str) -> None:
+    """Bits flipped, bytes lost, bytes added: loaded, or refused in our words."""
+    data = file_programs.ALL[name].serialized
+    random = np.random.default_rng(len(data))
+    for _ in range(60):
+        damaged = bytearray(data)
+        for _ in range(random.integers(1, 4)):
+            at = int(random.integers(len(damaged)))
+            match random.integers(3):
+                case 0:
+                    damaged[at] ^= 1 << int(random.integers(8))
+                case 1:
+                    del damaged[at : at + int(random.integers(1, 9))]
+                case 2:
+                    damaged[at:at] = random.bytes(int(random.integers(1, 4)))
+        try:
+            compiler.load(bytes(damaged))
+        except errors.InplaceError as error:
+            assert str(error)
+
+
+def loop_of(proto: Any) -> Any:
+    return next(n for n in proto.graph.node if n.op_type == "Loop")
+
+
+def fewer_results(proto: Any) -> None:
+    del loop_of(proto).attribute[0].g.output[-1]
+
+
+def more_parameters(proto: Any) -> None:
+    loop_of(proto).attribute[0].g.input.add(name="another").type.tensor_type.elem_type = 1
+
+
+def no_body(proto: Any) -> None:
+    loop_of(proto).ClearField("attribute")
+
+
+def one_branch(proto: Any) -> None:
+    body = loop_of(proto).attribute[0].g
+    del next(n for n in body.node if n.op_type == "If").attribute[1]
+
+
+@pytest.mark.parametrize("breaks", [fewer_results, more_parameters, no_body, one_branch])
+def test_blocks_that_do_not_fit_their_node(breaks: Callable[[Any], None]) -> None:
+    proto = annotated("loop")
+    breaks(proto)
+    with pytest.raises(errors.ModelFileError, match=r"no valid ONNX model"):
+        compiler.load(proto.SerializeToString())
+
+
+def test_one_loaded_model_serves_many() -> None:
+    loaded = compiler.load(file_programs.loop)
+    plans = [compiler.plan(loaded) for _ in range(2)]
+    assert str(plans[0]) == str(plans[1])
+    assert loaded.program.proto == file_programs.loop.proto

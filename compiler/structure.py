@@ -1,0 +1,81 @@
+"""What the analysis takes for granted of a graph, whatever it means.
+
+Names are defined before they are used, and once; branches and bodies have the inputs and outputs
+that their node needs. Most of it is onnx's own checker; it says nothing of the latter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import onnx
+
+from onnx_inplace.compiler.errors import ModelFileError
+
+
+def check(proto: Any, path: str) -> None:
+    """Refuse what is no valid ONNX model.
+
+    Raises:
+        ModelFileError: with the reason.
+    """
+    bare = type(proto)()
+    bare.CopyFrom(proto)
+    for tensor in bare.graph.initializer:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:  # has been checked
+            tensor.ClearField("data_location")
+            tensor.ClearField("external_data")
+            tensor.ClearField("dims")
+            tensor.dims.append(0)
+    for value in (*bare.graph.input, *bare.graph.output):
+        if value.type.HasField("tensor_type"):
+            value.type.tensor_type.shape.SetInParent()  # the checker wants one; none is any rank
+    try:
+        onnx.checker.check_model(bare.SerializeToString())
+    except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
+        raise ModelFileError(path, f"this is no valid ONNX model: {str(error).strip()}") from None
+    for nodes in (proto.graph.node, *(f.node for f in proto.functions)):
+        _check_blocks(nodes, path)
+
+
+def _check_blocks(nodes: Iterable[Any], path: str) -> None:
+    for node in nodes:
+        graphs = {a.name: a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH}
+        fault = _fault(node, graphs) if node.domain in ("", "ai.onnx") else None
+        if fault is not None:
+            name = node.output[0] if node.output else node.name
+            raise ModelFileError(path, f"this is no valid ONNX model: `{name}`: {fault}.")
+        for graph in graphs.values():
+            _check_blocks(graph.node, path)
+
+
+def _fault(node: Any, graphs: dict[str, Any]) -> str | None:
+    """What is wrong with the blocks of a node."""
+    inputs, outputs = len(node.input), len(node.output)
+    if node.op_type == "If":
+        wanted = {"then_branch": (0, outputs), "else_branch": (0, outputs)}
+    elif node.op_type == "Loop":
+        if inputs < 2:
+            return f"Loop has {inputs} inputs, at least 2 are needed"
+        wanted = {"body": (inputs, outputs + 1)}
+    elif node.op_type == "Scan":
+        count = next((a.i for a in node.attribute if a.name == "num_scan_inputs"), 0)
+        if not 1 <= count <= inputs or inputs - count > outputs:
+            return f"Scan has {inputs} inputs, {outputs} outputs and num_scan_inputs {count}"
+        wanted = {"body": (inputs, outputs)}
+    else:
+        return None
+    for name, (parameters, results) in wanted.items():
+        graph = graphs.get(name)
+        if graph is None:
+            return f"{node.op_type} has no {name}"
+        found = len(graph.input), len(graph.output)
+        if found != (parameters, results):
+            return (
+                f"{name} has {found[0]} inputs and {found[1]} outputs; {node.op_type} needs "
+                f"{parameters} and {results}"
+            )
+        if node.op_type == "Loop" and inputs - 2 > outputs:
+            return f"Loop carries {inputs - 2} values and has {outputs} outputs"
+    return None
