@@ -47,7 +47,7 @@ class Author(Flow):
             self.functions.append(self.function())
         self.symbol = self.pick([None, None, "capacity"])
         caches = self.pick([1, 1, 2, 2, 3])
-        block = Block(self.fresh, None, range(caches))
+        block = Block(self.fresh, None, range(caches), self.symbol is not None)
         inputs, access = [], []
         for k in range(caches):
             inputs.append(self.input(block, f"cache{k}", CACHE, k))
@@ -99,7 +99,8 @@ class Author(Flow):
         self.symbol = self.pick([None, "room"])
         count = self.pick([1, 1, 2])
         lent = [self.pick([True, True, True, False]) for _ in range(count)]
-        block = Block(self.fresh, None, [k for k in range(count) if lent[k]])
+        writable = [k for k in range(count) if lent[k]]
+        block = Block(self.fresh, None, writable, self.symbol is not None)
         inputs, access = [], []
         for k in range(count):
             inputs.append(self.input(block, self.fresh("c"), CACHE, k))
@@ -210,7 +211,7 @@ class Author(Flow):
             arguments.append(self.cache_name(block, cache))
         shapes = [n.shape for n in callee.results]
         caches = [None if n.cache is None else given.get(n.cache) for n in callee.results]
-        values = [ir.Value(name=self.fresh("o")) for _ in shapes]
+        values = [typed(ir.Value(name=self.fresh("o")), shape) for shape in shapes]
         function = callee.declaration.function
         node = ir.node(function.name, [a.value for a in arguments], domain=LOCAL, outputs=values)
         node.meta[program.LOCATION] = HERE

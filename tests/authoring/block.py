@@ -25,16 +25,21 @@ class Name:
     value: ir.Value
     shape: tuple[int, ...]
     cache: int | None = None
-    kind: str = "tensor"  # number, truth: INT64, BOOL scalar; stack: its first axis is unknown
+    kind: str = "tensor"  # number: a small scalar; sum: any; truth: BOOL; stack: of unknown length
 
 
 class Block:
     """What can be named at a place of the program, and the nodes written so far."""
 
     def __init__(
-        self, fresh: Callable[[str], str], outer: Block | None, writable: Sequence[int]
+        self,
+        fresh: Callable[[str], str],
+        outer: Block | None,
+        writable: Sequence[int],
+        ranks: bool = False,
     ) -> None:
         self.fresh = fresh
+        self.ranks = ranks  # of a value only the rank is known, not its dimensions
         self.nodes: list[ir.Node] = []
         self.outer_values = outer.values if outer is not None else set()
         self.values: set[ir.Value] = set(self.outer_values)
@@ -64,7 +69,11 @@ class Block:
         node = ir.node(op, inputs, kept, domain=domain, outputs=[value])
         node.meta[program.LOCATION] = HERE
         self.nodes.append(node)
-        return self.add(Name(value, shape, cache, kind))
+        made = self.add(Name(value, shape, cache, kind))
+        typed(value, shape, dtype_of(made))
+        if self.ranks:
+            value.shape = ir.Shape([None] * len(shape))
+        return made
 
     def constant(self, array: np.ndarray) -> Name:
         kind = "number" if array.ndim == 0 else "tensor"

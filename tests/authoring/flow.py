@@ -41,7 +41,7 @@ class Flow(Writes):
         return block.node("Identity", [name.value], name.shape, cache=name.cache, hint="same").value
 
     def inside(self, outer: Block, writable: Sequence[int]) -> Block:
-        return Block(self.fresh, outer, outer.writable if self.slip() else writable)
+        return Block(self.fresh, outer, outer.writable if self.slip() else writable, outer.ranks)
 
     def branch(self, block: Block) -> None:
         condition = self.truth(block)
@@ -91,7 +91,10 @@ class Flow(Writes):
         caches: Sequence[int | None],
         attributes: dict,
     ) -> list[Name]:
-        values = [ir.Value(name=self.fresh("o")) for _ in shapes]
+        values = [typed(ir.Value(name=self.fresh("o")), shape) for shape in shapes]
+        if block.ranks:
+            for value, shape in zip(values, shapes, strict=True):
+                value.shape = ir.Shape([None] * len(shape))
         node = ir.node(op, inputs, attributes, outputs=values)
         node.meta[program.LOCATION] = HERE
         block.nodes.append(node)

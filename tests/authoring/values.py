@@ -134,7 +134,7 @@ class Values:
 
     def total(self, block: Block) -> Name:
         source = self.cache_name(block, self.pick(list(block.current))).value
-        return block.node("ReduceSum", [source], (), keepdims=0, hint="sum", kind="number")
+        return block.node("ReduceSum", [source], (), keepdims=0, hint="sum", kind="sum")
 
     def truth(self, block: Block) -> Name:
         known = [n for n in block.names if n.kind == "truth"]
