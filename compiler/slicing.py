@@ -273,6 +273,7 @@ class Slicer:
             inner,
             after is not None,
             parameter=after is not None,
+            scan=node.op_type == "Scan",
         )
         steering = node.inputs[:2] if node.op_type == "Loop" else ()
         inputs = ["" if v is None else str(v.name) for v in steering]
@@ -297,6 +298,7 @@ class Slicer:
         leaves: bool,
         *,
         parameter: bool = False,
+        scan: bool = False,
     ) -> onnx.GraphProto:
         """What stays of a branch or body; the token stands between the two kinds of ports."""
         nodes: list[onnx.NodeProto] = []
@@ -304,11 +306,13 @@ class Slicer:
         last = self._block(body, token, nodes)
         self._done.pop()
         state = onnx.helper.make_tensor_value_info(token, onnx.TensorProto.INT64, [TOKEN_SIZE])
+        info = _info_with_shape if scan else _info
         returned = []
         if leaves:  # a result must be made inside, even where no check changes the token
             name = self._name("token")
             nodes.append(onnx.helper.make_node("Identity", [last], [name]))
-            returned = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, None)]
+            shape = [TOKEN_SIZE] if scan else None
+            returned = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, shape)]
         return onnx.helper.make_graph(
             nodes,
             body.name or "body",
@@ -318,7 +322,7 @@ class Slicer:
                 *([state] if parameter else []),
                 *map(_info, elements),
             ],
-            [*map(_info, outputs), *returned, *map(_info, stacked)],
+            [*map(info, outputs), *returned, *map(info, stacked)],
             initializer=_tensors(body, self._needed),
         )
 
@@ -394,6 +398,11 @@ def _info(value: ir.Value) -> onnx.ValueInfoProto:
         return onnx.helper.make_tensor_value_info(str(value.name), value.type.dtype.value, None)
     if value.type is None:
         return onnx.ValueInfoProto(name=str(value.name))
+    return _info_with_shape(value)
+
+
+def _info_with_shape(value: ir.Value) -> onnx.ValueInfoProto:
+    """With the shape: onnxruntime asks for it in the body of a Scan, where none may change."""
     info = ir.to_proto(value)
     info.ClearField("metadata_props")
     return info

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from authoring.block import CACHE, CAPACITY, ROWS, TOKEN
 from authoring.choices import Choices
-from authoring.values import Values
+from authoring.values import MODULUS, Values
 
 PRELUDE = f"""
 from onnx_inplace.dsl import BOOL, INT64, Alias, Mutable, function, kv, model, op
@@ -102,7 +102,7 @@ class Scribe(Values):
             line = f"{name} = {self.token_text()}"
         elif kind == 2:
             name = self.pick([t for t in TOKENS if t in self.known])
-            line = f"{name} {self.pick(['+=', '*=', '-='])} {self.token_text(1)}"
+            line = f"{name} {self.pick(['+=', '-='])} {self.token_text(1)}"
         elif kind == 3:
             name = self.pick(NUMBERS)
             line = f"{name} = {self.number_text()}"
@@ -199,7 +199,8 @@ class Scribe(Values):
         if kind == 2:
             return f"twice({self.token_text(depth - 1)})"
         other = self.pick([str(self.below(5)), self.token_text(depth - 1), self.number_text(1)])
-        return f"({self.token_text(depth - 1)} {self.pick(['+', '*', '-'])} {other})"
+        operator = self.pick(["+", "*", "-"])
+        return f"(({self.token_text(depth - 1)} {operator} {other}) % {MODULUS})"
 
     def number_text(self, depth: int = 2) -> str:
         kind = self.below(4) if depth else 0
@@ -209,7 +210,8 @@ class Scribe(Values):
             return f"op.ReduceSum({self.cache_text()}, keepdims=0)"
         if kind == 2:
             return f"op.ReduceSum({self.token_text(1)}, keepdims=0)"
-        return f"({self.number_text(depth - 1)} {self.pick(['+', '-', '*'])} {self.below(4)})"
+        operator = self.pick(["+", "-", "*"])
+        return f"(({self.number_text(depth - 1)} {operator} {self.below(4)}) % {MODULUS})"
 
     def place(self) -> str:
         return (

@@ -234,7 +234,7 @@ def test_what_a_tool_loses_is_noticed(tool: str, tmp_path) -> None:
     path = tmp_path / "changed.onnx"
     try:
         onnx.save(TOOLS[tool](onnx.load_from_string(full.serialized)), path)
-    except (RuntimeError, onnx.onnx_cpp2py_export.ConvertError) as error:
+    except (RuntimeError, onnx.parser.ParseError, onnx.version_converter.ConvertError) as error:
         pytest.skip(f"the tool itself gives up: {error}")
     try:
         session = Session(path)

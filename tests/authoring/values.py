@@ -23,6 +23,7 @@ from authoring.block import (
 from authoring.choices import Choices
 
 T = TypeVar("T")
+MODULUS = 1009
 
 
 class Values:
@@ -84,10 +85,17 @@ class Values:
         axes = block.constant(np.array([1]))
         total = block.node("ReduceSum", [source, axes.value], TOKEN, keepdims=1, hint="t")
         if kind == 1 or not known:
-            return total
+            return self.small(block, total)
         if kind == 2:
             return block.node("Add", [self.pick(known).value, total.value], TOKEN, hint="a")
-        return block.node("Mul", [self.pick(known).value, total.value], TOKEN, hint="m")
+        return self.small(
+            block, block.node("Mul", [self.pick(known).value, total.value], TOKEN, hint="m")
+        )
+
+    def small(self, block: Block, name: Name) -> Name:
+        """A value below MODULUS: onnxruntime adds up integers as doubles, exact below 2**53."""
+        modulus = block.constant(np.array(MODULUS))
+        return block.node("Mod", [name.value, modulus.value], name.shape, hint="z")
 
     def whole(self, block: Block) -> Name:
         """An ordinary value of a cache's shape, or the name of a cache."""
@@ -102,7 +110,7 @@ class Values:
         ordinary = [n for n in block.names if n.shape == CACHE and n.cache is None]
         if ordinary:
             return self.pick(ordinary[::-1])
-        return block.node("Mul", [source.value, source.value], CACHE, hint="w")
+        return self.small(block, block.node("Mul", [source.value, source.value], CACHE, hint="w"))
 
     def content(self, block: Block, shape: tuple[int, ...]) -> Name:
         """Values to be written, of any shape."""
