@@ -61,12 +61,14 @@ class _Merge:
         dtypes = [_own_type(x) for x in (a, b)]
         if None not in dtypes and dtypes[0] != dtypes[1]:
             kinds = " and ".join(d.name for d in dtypes if d is not None)
-            return self.undefined(name, f"the branches of the if in line {{}} leave {kinds}")
+            return self.undefined(
+                name, f"the branches of the if in line {{}} leave {kinds}", "E102"
+            )
         self.pairs.append((name, a, b))
         return _Slot(len(self.pairs) - 1)
 
-    def undefined(self, name: str, reason: str) -> Undefined:
-        return Undefined(name, reason.format(self.location.line))
+    def undefined(self, name: str, reason: str, code: str = "E100") -> Undefined:
+        return Undefined(name, reason.format(self.location.line), code)
 
 
 def record(test: Operand, then: Thunk, other: Thunk, variables: Variables) -> None:

@@ -124,7 +124,7 @@ def _argument(
             value = r.constant(literals.literal(x, type_.dtype))
         except (literals.Lost, TypeError) as error:
             code = "E102" if isinstance(error, literals.Lost) else "E100"
-            r.fault(f"{name}: `{leaf.name}`: {error}.", code)
+            r.fault(f"{name}: `{leaf.name}`: {error}.", code, part=leaf.name)
             return r.unknown()
     else:
         value = tensor.plain(x)
@@ -137,10 +137,15 @@ def _argument(
         r.fault(
             f"{name}: `{leaf.name}` is {type_.dtype.name}, and {called} is {value.dtype.name}.",
             "E102",
+            part=leaf.name,
         )
         return r.unknown()
     if shape is not None and value.shape is not None and not _fits(shape, value.shape, dims):
-        r.fault(f"{name}: `{leaf.name}` is {shape}, and {called} is {value.shape}.", "E102")
+        r.fault(
+            f"{name}: `{leaf.name}` is {shape}, and {called} is {value.shape}.",
+            "E102",
+            part=leaf.name,
+        )
         return r.unknown()
     return value
 

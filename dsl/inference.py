@@ -145,8 +145,10 @@ def _infer_contrib(node: ir.Node) -> None:
     if node.op_type == "MatMulNBits" and first.shape is not None and "N" in node.attributes:
         columns = node.attributes["N"].as_int()
         node.outputs[0].shape = ir.Shape([*first.shape[:-1], columns])
-    elif node.op_type in _LIKE_FIRST:
-        node.outputs[0].shape = None if first.shape is None else first.shape.copy()
+    elif node.op_type in _LIKE_FIRST and first.shape is not None:
+        for k in _LIKE_FIRST[node.op_type]:
+            if k < len(node.outputs):
+                node.outputs[k].shape = first.shape.copy()
     if node.op_type == "GroupQueryAttention":
         if len(node.inputs) < 2 or node.inputs[1] is None:  # packed: query, key, value in one
             node.outputs[0].shape = None
@@ -156,15 +158,13 @@ def _infer_contrib(node: ir.Node) -> None:
                 value.type, value.shape = past.type, past.shape
 
 
-_LIKE_FIRST = frozenset(
-    {
-        "SimplifiedLayerNormalization",
-        "SkipSimplifiedLayerNormalization",
-        "SkipLayerNormalization",
-        "RotaryEmbedding",
-        "FastGelu",
-        "QuickGelu",
-        "BiasGelu",
-        "GroupQueryAttention",
-    }
-)
+_LIKE_FIRST = {  # outputs that have the shape of the first input
+    "SimplifiedLayerNormalization": (0,),
+    "SkipSimplifiedLayerNormalization": (0, 3),
+    "SkipLayerNormalization": (0, 3),
+    "RotaryEmbedding": (0,),
+    "FastGelu": (0,),
+    "QuickGelu": (0,),
+    "BiasGelu": (0,),
+    "GroupQueryAttention": (0,),
+}

@@ -32,6 +32,10 @@ _FLOATS = frozenset(
 )
 
 
+_ARRAYS = (np.ndarray, ir.Tensor, onnx.TensorProto)
+_NO_ARRAYS = (int, float, str, list, tuple, dict, range, ir.Value, type(None))  # asked often
+
+
 class Lost(ValueError):
     """A value does not survive in an element type."""
 
@@ -43,7 +47,9 @@ def is_number(x: object) -> bool:
 
 def is_array(x: object) -> bool:
     """Whether ``x`` has content and an element type."""
-    return isinstance(x, np.ndarray | ir.TensorProtocol | onnx.TensorProto)
+    return isinstance(x, _ARRAYS) or (
+        not isinstance(x, _NO_ARRAYS) and isinstance(x, ir.TensorProtocol)
+    )
 
 
 def plain(x: Any) -> Any:

@@ -279,10 +279,12 @@ class _Recording:
             why = f"it is {wanted.name} before the loop, and {dtype.name} after a step"
         else:
             return True
+        code = "E102" if dtype else "E100"
+        c.result = Undefined(c.name, why, code)
         if self.is_used(c):
             message = f"`{c.name}` cannot be carried by the loop: {why}."
-            self.r.fault(message, "E102" if dtype else "E100", self.location)
-        c.result = Undefined(c.name, why)
+            self.r.fault(message, code, self.location)
+            c.result = Tensor(self.r.unknown(c.name))
         return False
 
     def initial(self, c: _Carried) -> ir.Value:

@@ -19,6 +19,14 @@ def standard(name: str, *inputs: Any, **attributes: Any) -> ir.Value:
     return apply(Operator("", name, None), inputs, attributes)[0]
 
 
+class Wrong(Exception):
+    """Arguments that an operator cannot take."""
+
+    def __init__(self, message: str, code: str = "E100") -> None:
+        super().__init__(message)
+        self.code = code
+
+
 def apply(
     operator: Operator,
     inputs: Sequence[Any],
@@ -35,28 +43,27 @@ def apply(
         r.use_opset(operator.version)
     version = operator.version or r.opset
     known = signature(operator.domain, operator.name, version)
-    attributes = {k: v for k, v in attributes.items() if v is not None}
-    if known is not None:
-        inputs, attributes = _named_inputs(r, operator, known, inputs, attributes)
-        if outputs is None:
-            outputs = _count(r, operator, known, inputs, attributes)
-        elif outputs > len(known.outputs) and not any(f.variadic for f in known.outputs):
-            r.fault(f"{operator.name} has at most {len(known.outputs)} outputs, not {outputs}.")
-            return [r.unknown() for _ in range(outputs)]
-    outputs = outputs or 1
-    attrs: list[ir.Attr] = []
-    for name, value in attributes.items():
-        try:
-            attrs.append(attribute(name, value, None if known is None else known.attributes[name]))
-        except (TypeError, ValueError, OverflowError, KeyError) as error:
-            r.fault(f"{operator.name}: {error}.")
-            return [r.unknown() for _ in range(outputs)]
-    values, weak = _adapt(r, operator, known, list(inputs))
-    if values is None:
-        return [r.unknown() for _ in range(outputs)]
-    results = r.emit(
-        operator.domain, operator.name, values, attrs, version=version, outputs=outputs
-    )
+    count = outputs or (known and known.default_outputs()) or 1
+    try:
+        if known is None:
+            arguments = list(inputs), dict(attributes)
+        else:
+            arguments = _arguments(known, inputs, attributes)
+            count = _count(known, outputs, *arguments)
+        values, weak = _adapted(r, known, arguments[0])
+        attrs = [
+            attribute(n, v, None if known is None else known.attributes[n])
+            for n, v in arguments[1].items()
+            if v is not None
+        ]
+    except (Wrong, literals.Lost) as error:
+        code = "E102" if isinstance(error, literals.Lost) else error.code
+        r.fault(f"{operator.name}: {error}.", code)
+        return [r.unknown() for _ in range(count)]
+    except (TypeError, ValueError, OverflowError) as error:
+        r.fault(f"{operator.name}: {error}.")
+        return [r.unknown() for _ in range(count)]
+    results = r.emit(operator.domain, operator.name, values, attrs, version=version, outputs=count)
     for value, (type_, shape) in zip(results, types, strict=False):
         value.type, value.shape = type_, shape
     if known is not None:
@@ -66,113 +73,100 @@ def apply(
     return results
 
 
-def _named_inputs(
-    r: recorder.Recorder,
-    operator: Operator,
-    known: Signature,
-    inputs: Sequence[Any],
-    attributes: Mapping[str, Any],
+def _arguments(
+    known: Signature, inputs: Sequence[Any], attributes: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Inputs given by keyword take their place; what is no attribute is a fault."""
-    values, rest = list(inputs), dict(attributes)
+    """Inputs given by keyword take their place; what the schema does not know is refused."""
+    values, rest = list(inputs), {n: v for n, v in attributes.items() if v is not None}
     last = known.inputs[-1] if known.inputs else None
-    if last is not None and last.variadic and len(values) == len(known.inputs) == 1:
-        values = list(values[0]) if isinstance(values[0], list | tuple) else values
+    variadic = last is not None and last.variadic
+    if variadic and len(known.inputs) == len(values) == 1 and isinstance(values[0], list | tuple):
+        values = list(values[0])  # op.Concat([a, b], axis=0)
     for port, formal in enumerate(known.inputs):
         if formal.name in rest and formal.name not in known.attributes:
             values.extend([None] * (port + 1 - len(values)))
             if values[port] is not None:
-                r.fault(f"{operator.name}: `{formal.name}` is given twice.")
+                raise Wrong(f"`{formal.name}` is given twice")
             values[port] = rest.pop(formal.name)
-    for name in [n for n in rest if n not in known.attributes]:
-        del rest[name]
-        choice = [*known.attributes, *(f.name for f in known.inputs)]
-        near = difflib.get_close_matches(name, choice, 1)
-        hint = f"did you mean `{near[0]}`?" if near else f"it has {', '.join(choice) or 'none'}."
-        r.fault(f"{operator.name} has no attribute `{name}`: {hint}")
-    missing = [n for n in known.required if n not in rest]
-    if missing:
-        r.fault(f"{operator.name} needs the attribute `{missing[0]}`.")
-    if last is None or not last.variadic:
-        if len(values) > len(known.inputs):
-            names = ", ".join(f.name for f in known.inputs) or "no inputs"
-            r.fault(f"{operator.name} takes {names}: {len(values)} are given.")
+    names = [f.name for f in known.inputs]
+    for name in rest:
+        if name not in known.attributes:
+            choice = [*known.attributes, *names]
+            near = difflib.get_close_matches(name, choice, 1)
+            hint = f"did you mean `{near[0]}`?" if near else f"there is {', '.join(choice)}"
+            raise Wrong(f"no attribute is called `{name}`: {hint}")
+    for name in known.required:
+        if name not in rest:
+            raise Wrong(f"the attribute `{name}` is missing")
+    while values and values[-1] is None:
+        values.pop()
+    if not variadic and len(values) > len(names):
+        raise Wrong(f"it takes {', '.join(names) or 'no inputs'}, and {len(values)} are given")
     for port, formal in enumerate(known.inputs):
         if formal.required and (port >= len(values) or values[port] is None):
-            r.fault(f"{operator.name} needs `{formal.name}`.")
-            values.extend([None] * (port + 1 - len(values)))
-            values[port] = r.unknown()
+            raise Wrong(f"the input `{formal.name}` is missing")
     return values, rest
 
 
 def _count(
-    r: recorder.Recorder,
-    operator: Operator,
-    known: Signature,
-    inputs: Sequence[Any],
-    attributes: Mapping[str, Any],
+    known: Signature, wanted: int | None, inputs: Sequence[Any], attributes: Mapping[str, Any]
 ) -> int:
+    """The number of outputs."""
+    variadic = any(f.variadic for f in known.outputs)
+    if wanted is not None:
+        if wanted > len(known.outputs) and not variadic:
+            raise Wrong(f"it has {len(known.outputs)} outputs at most, not {wanted}")
+        return wanted
     count = known.default_outputs()
-    if count is None and operator.name == "Split":
-        if "num_outputs" in attributes:
-            return int(attributes["num_outputs"])
-        if len(inputs) > 1 and isinstance(inputs[1], list | tuple):
-            return len(inputs[1])
-    if count is None:
-        r.fault(f"say how many outputs {operator.name} has: _outputs=n.")
-        return 1
-    return count
+    if count is not None:
+        return count
+    if "num_outputs" in attributes:  # Split
+        return int(attributes["num_outputs"])
+    if len(inputs) > 1 and isinstance(inputs[1], list | tuple):
+        return len(inputs[1])
+    raise Wrong("say how many outputs it has: _outputs=n")
 
 
-def _adapt(
-    r: recorder.Recorder, operator: Operator, known: Signature | None, inputs: list[Any]
-) -> tuple[list[ir.Value | None] | None, dict[str, None]]:
-    """Inputs as values, and the type variables that only Python numbers bind.
-
-    The inputs are None after a fault.
-    """
+def _adapted(
+    r: recorder.Recorder, known: Signature | None, inputs: list[Any]
+) -> tuple[list[ir.Value | None], dict[str, None]]:
+    """Inputs as values, and the type variables that only carried Python numbers bind."""
+    formals = [_formal(known, port) for port in range(len(inputs))]
     bound: dict[str, ir.Value] = {}
     weak: dict[str, list[Any]] = {}
-    formals = [_formal(known, port) for port in range(len(inputs))]
-    failed = False
     for formal, x in zip(formals, inputs, strict=True):
         if formal is None or x is None:
             continue
         if not isinstance(x, ir.Value) or r.is_weak(x):
             weak.setdefault(formal.type, []).append(x)
-            continue
-        dtype = _dtype(x)
-        other = bound.setdefault(formal.type, x)
-        if dtype is None:
-            continue
-        if _dtype(other) is None:
-            bound[formal.type] = x
-        elif _dtype(other) != dtype:
-            r.fault(_differ(operator, other, x), "E102")
-            failed = True
-        if known is not None and not _allowed(known, formal.type, dtype):
-            r.fault(
-                f"{operator.name} is not defined for {dtype.name}, which {recorder.called(x)} is.",
-                "E102",
-            )
-            failed = True
-    only_weak = {t: None for t, xs in weak.items() if t not in bound and any(map(_is_value, xs))}
-    common = {t: _promoted(weak[t]) for t in only_weak}
-    values: list[ir.Value | None] = []
+        else:
+            _bind(known, bound, formal, x)
+    carried = {t: xs for t, xs in weak.items() if t not in bound and any(map(_is_value, xs))}
+    values = []
     for formal, x in zip(formals, inputs, strict=True):
-        wanted = None
+        dtype, like = None, None
         if formal is not None:
-            wanted = _fixed(formal.type) or common.get(formal.type)
-            if formal.type in bound:
-                wanted = _dtype(bound[formal.type])
-        try:
-            like = bound.get(formal.type) if formal is not None and wanted is None else None
-            values.append(_value(r, x, wanted, like))
-        except (literals.Lost, TypeError) as error:
-            code = "E102" if isinstance(error, literals.Lost) else "E100"
-            r.fault(f"{operator.name}: {error}.", code)
-            failed = True
-    return (None if failed else values), only_weak
+            like = bound.get(formal.type)
+            dtype = _FIXED.get(formal.type) if like is None else like.dtype
+            if formal.type in carried:
+                dtype = _promoted(carried[formal.type])
+        values.append(_value(r, x, dtype, like if dtype is None else None))
+    return values, dict.fromkeys(carried)
+
+
+def _bind(known: Signature | None, bound: dict[str, ir.Value], formal: Formal, x: ir.Value) -> None:
+    """Note the type that a tensor gives to the type variable of its formal."""
+    other = bound.setdefault(formal.type, x)
+    if x.dtype is None:
+        return
+    if other.dtype is None:
+        bound[formal.type] = x
+    elif other.dtype != x.dtype:
+        first, second = (f"{recorder.called(v)} is {v.dtype.name}" for v in (other, x) if v.dtype)
+        raise Wrong(f"{first}, {second}; convert one of them with op.Cast(x, to=...)", "E102")
+    if known is not None and not _allowed(known, formal.type, x.dtype):
+        name = recorder.called(x)
+        raise Wrong(f"{name} is {x.dtype.name}, for which it is not defined", "E102")
 
 
 def _formal(known: Signature | None, port: int) -> Formal | None:
@@ -182,15 +176,6 @@ def _formal(known: Signature | None, port: int) -> Formal | None:
 
 def _is_value(x: Any) -> bool:
     return isinstance(x, ir.Value)
-
-
-def _dtype(value: ir.Value) -> ir.DataType | None:
-    return value.dtype
-
-
-def _fixed(type_: str) -> ir.DataType | None:
-    """The element type of ``tensor(int64)``; None for a type variable."""
-    return _FIXED.get(type_)
 
 
 _FIXED = {
@@ -217,11 +202,6 @@ def _allowed(known: Signature, type_: str, dtype: ir.DataType) -> bool:
     return (
         name in allowed if allowed is not None else not type_.startswith("tensor(") or type_ == name
     )
-
-
-def _differ(operator: Operator, a: ir.Value, b: ir.Value) -> str:
-    first, second = (f"{recorder.called(v)} is {d.name}" for v in (a, b) if (d := v.dtype))
-    return f"{operator.name}: {first}, {second}; convert one of them with op.Cast(x, to=...)."
 
 
 def _promoted(xs: list[Any]) -> ir.DataType:

@@ -74,9 +74,9 @@ def _drop(graph: ir.Graph, node: ir.Node, bodies: list[ir.Graph], unused: list[i
     attributes = dict(node.attributes)
     for k in reversed(unused):
         for body in bodies:
-            del body.outputs[k + shift]
+            body.outputs.pop(k + shift)
         if k < carried:
-            del bodies[0].inputs[k + before]
+            bodies[0].inputs.pop(k + before)
             del inputs[k + before]
         elif node.op_type == "Scan":
             for name in ("scan_output_axes", "scan_output_directions"):

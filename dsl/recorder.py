@@ -68,13 +68,20 @@ class Recorder:
 
     # -- faults
 
-    def fault(self, message: str, code: str = "E100", location: Location | None = None) -> None:
+    def fault(
+        self,
+        message: str,
+        code: str = "E100",
+        location: Location | None = None,
+        part: str | None = None,
+    ) -> None:
         """Note a fault; recording goes on, so that the next one is found as well.
 
-        A call is reported once: a helper that thirty layers use has one fault, not thirty.
+        A call is reported once: a helper that thirty layers use has one fault, not thirty. ``part``
+        tells several faults of one call apart.
         """
         frame = places.user_frame()
-        where: object = frame.f_lasti
+        where: object = (frame.f_lasti, part)
         if location is None and self.place is None:
             location = Location(frame.f_code.co_filename, frame.f_lineno)
         else:
@@ -267,8 +274,6 @@ class Recorder:
         count = outputs if isinstance(outputs, int) else len(outputs)
         if any(v is not None and v in self._unknown for v in known):
             return [self.unknown() for _ in range(count)]
-        while known and known[-1] is None:
-            known.pop()
         location = location or self.place or places.user_line()
         stems = [op_type.lower()] * count if isinstance(outputs, int) else list(outputs)
         results = [self.value(stem) for stem in stems]

@@ -15,16 +15,16 @@ from onnx_inplace.dsl import recorder, structures, tensor
 class Undefined(tensor.Operand):
     """What a variable holds that has no value here. Using it is a fault that says why."""
 
-    __slots__ = ("name", "reason")
+    __slots__ = ("code", "name", "reason")
 
-    def __init__(self, name: str, reason: str) -> None:
-        self.name, self.reason = name, reason
+    def __init__(self, name: str, reason: str, code: str = "E100") -> None:
+        self.name, self.reason, self.code = name, reason, code
 
     @property
     def value(self) -> ir.Value:
         """A fault."""
         r = recorder.current()
-        r.fault(f"`{self.name}` has no value here: {self.reason}.")
+        r.fault(f"`{self.name}` has no value here: {self.reason}.", self.code)
         return r.unknown(self.name)
 
     def __getattr__(self, name: str) -> NoReturn:
