@@ -74,7 +74,7 @@ class Program:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the annotated file: ``.onnx``, ``.textproto`` or ``.json``.
 
-        Weights of 1 MiB and more go into one file beside it, called ``{path}.{digest}.data``.
+        Weights of 64 KiB and more go into one file beside it, called ``{path}.{digest}.data``.
         """
         files.write(self.proto, self.weights, path)
 

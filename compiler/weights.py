@@ -21,7 +21,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-LARGE = 1 << 20  # [bytes] weights from this size on are detached, and saved beside the model
+LARGE = 64 << 10  # [bytes] weights from this size on are detached, and saved beside the model
 LIMIT = 2**31 - 1  # [bytes] that a protobuf message may have
 ALIGNMENT = 4096  # [bytes] of every weight in the file: a page, so that it can be mapped alone
 PIECE = 16 << 20  # [bytes] written at once
