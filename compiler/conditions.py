@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import onnx_ir as ir
 
-from onnx_inplace.compiler import contract
+from onnx_inplace.compiler import contract, merging
 
 MOST = 2**63 - 1  # the largest int64: no bound
 
@@ -55,7 +55,7 @@ class Requirement:
     Attributes:
         kind: what the subject is.
         root: name of the mutable parameter that is at stake.
-        node: that asks for it.
+        node: that asks for it; None: a result that is declared as an alias.
         subject: a value whose elements are bounded, or sizes.
         offset: is added to each element.
         low: one bound, or one for each element of the last axis of the subject.
@@ -67,7 +67,7 @@ class Requirement:
 
     kind: Kind
     root: str
-    node: ir.Node
+    node: ir.Node | None
     subject: ir.Value | tuple[Linear, ...]
     offset: Linear
     low: tuple[Linear, ...]
@@ -96,6 +96,30 @@ def requirements(
         if storage is not None and root in owned and root is not None and storage.shape is not None:
             found += make(_Site(node, str(root.name), storage, len(storage.shape)))
     return found
+
+
+def equality(needed: merging.Equality, root_of: Mapping[ir.Value, ir.Value]) -> Requirement:
+    """Two axes that the analysis could not prove to be equally long."""
+    left, right = needed.left, needed.right
+    root = root_of.get(left) or root_of.get(right) or right
+    size = (axis_of(right, needed.right_axis),)
+    return Requirement(
+        kind=Kind.SHAPE,
+        root=str(root.name),
+        node=needed.node,
+        subject=(axis_of(left, needed.left_axis),),
+        offset=ZERO,
+        low=size,
+        high=size,
+        length=ZERO,
+        capacity=size,
+        port=str(left.name),
+    )
+
+
+def covers(node: ir.Node | None) -> bool:
+    """Whether ``requirements`` says all that a node needs of shapes."""
+    return node is not None and (node.domain, node.op_type) in _OPERATORS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -268,8 +292,10 @@ def _group_query_attention(site: _Site) -> list[Requirement]:
     query, lengths = site.input(0), site.input(5)
     if query is None or lengths is None:
         return []
-    capacity = site.size(-2)
+    capacity, new = site.size(-2), axis_of(query, 1)
     return [
+        # Where the new tokens begin depends on whether this is a prompt: the kernel looks at that.
+        site.bounded(Kind.POSITION, None, (capacity - new,), new, (capacity,), "query"),
         site.bounded(Kind.LENGTH, lengths, (capacity,), ZERO, (capacity,), "seqlens_k", offset=ONE),
     ]
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnx_inplace.compiler import conditions, loader, sizes, slicing
+from onnx_inplace.compiler import conditions, loader, merging, sizes, slicing
 from onnx_inplace.compiler.conditions import Kind, Linear, Requirement
 from onnx_inplace.compiler.extents import Extents
 from onnx_inplace.compiler.knowledge import Knowledge, bodies, is_control
@@ -132,9 +132,15 @@ class _Builder:
         self.late: list[Late] = []
         self.sites: list[slicing.Site] = []
         self.bounds: list[Bound] = []
+        self.equalities: dict[ir.Node | None, list[merging.Equality]] = {}
+        for needed in self.aliases.equalities:
+            if not conditions.covers(needed.node):
+                self.equalities.setdefault(needed.node, []).append(needed)
 
     def run(self) -> Checks:
         self.block(self.model.graph, ())
+        for needed in self.equalities.pop(None, ()):
+            self.decide(conditions.equality(needed, self.aliases.root), ())
         sliced = None
         if self.sites:
             model = slicing.Slicer(self.model, self.aliases.root, self.knowledge, self.sites)
@@ -150,6 +156,8 @@ class _Builder:
         for node in graph:
             for r in conditions.requirements(node, self.aliases.root, self.mutable):
                 self.decide(r, around)
+            for needed in self.equalities.pop(node, ()):
+                self.decide(conditions.equality(needed, self.aliases.root), around)
             if is_control(node):
                 for body in bodies(node):
                     self.block(body, (*around, node))
@@ -161,7 +169,7 @@ class _Builder:
         bound = Bound(
             r.kind,
             r.root,
-            r.node.op_type,
+            "Alias" if r.node is None else r.node.op_type,
             r.port,
             isinstance(r.subject, ir.Value) and _rank(r.subject) == 1,
             _location(r.node),
@@ -198,6 +206,7 @@ class _Builder:
             return tuple(self.partial(term) for term in terms)
 
         subject = r.subject if isinstance(r.subject, ir.Value) else vector(r.subject)
+        assert r.node is not None
         return slicing.Site(
             r.node,
             number,
@@ -254,6 +263,8 @@ class _Builder:
 
     def why_unknown(self, r: Requirement, around: tuple[ir.Node, ...]) -> str | None:
         """The reason why a requirement cannot be checked before the run."""
+        if r.node is None:
+            return "it compares with a size that a run computes"
         for node in around:
             reason = self.knowledge.why_unsteered(node)
             if reason is not None:
@@ -273,5 +284,5 @@ def _rank(value: ir.Value) -> int | None:
     return None if value.shape is None else len(value.shape)
 
 
-def _location(node: ir.Node) -> str | None:
-    return node.metadata_props.get("onnx_inplace.source")
+def _location(node: ir.Node | None) -> str | None:
+    return None if node is None else node.metadata_props.get("onnx_inplace.source")

@@ -548,3 +548,16 @@ def test_a_random_position_is_not_guessed() -> None:
     }}"""
     )
     assert len(c.checks.late) == 1 and "repeatable" in c.checks.late[0].reason
+
+
+def test_what_the_analysis_could_not_prove_is_compared() -> None:
+    """A view comes back as the root: it must have the root's shape, whatever its own names say."""
+    c = Checked(
+        """g (float[a, b] cache, int64[2] shape) => (float[b, a] out) {
+        out = Reshape (cache, shape)
+    }"""
+    )
+    c.run(cache=np.zeros((2, 2)), shape=[2, 2])
+    with pytest.raises(errors.StorageMismatch) as caught:
+        c.run(cache=np.zeros((2, 3)), shape=[3, 2])
+    assert caught.value.name == "cache" and {caught.value.expected, caught.value.given} == {2, 3}
