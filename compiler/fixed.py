@@ -8,7 +8,7 @@ that are themselves fixed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import onnx
 import onnx_ir as ir
@@ -60,6 +60,25 @@ _CONTENT: dict[str, tuple[int, ...] | None] = {
     "Unique": None,
     "Unsqueeze": (1,),
     "Upsample": (1,),
+}
+# Inputs whose shape decides the shapes of all results, where not all of them do.
+_SHAPE: dict[str, tuple[int, ...]] = {
+    "Attention": (0, 1, 2, 4, 5),
+    "BatchNormalization": (0,),
+    "Clip": (0,),
+    "CumSum": (0,),
+    "Dropout": (0,),
+    "GroupNormalization": (0,),
+    "InstanceNormalization": (0,),
+    "LayerNormalization": (0,),
+    "QuantizeLinear": (0,),
+    "DequantizeLinear": (0,),
+    "RMSNormalization": (0,),
+    "RotaryEmbedding": (0,),
+    "ScatterElements": (0,),
+    "ScatterND": (0,),
+    "TensorScatter": (0,),
+    "Trilu": (0,),
 }
 _RANDOM = {
     "Bernoulli",
@@ -121,15 +140,15 @@ class FixedShapes:
             self._shape.update(v for v in node.outputs if follows or self.known(v))
 
     def _shape_follows(self, node: ir.Node) -> bool:
-        inputs = [v for v in node.inputs if v is not None]
-        if not all(v in self._shape for v in inputs):
+        deciding = _SHAPE.get(node.op_type, range(len(node.inputs)))
+        if not all(v is None or v in self._shape for v in _at(node.inputs, deciding)):
             return False
         if node.domain:
             return (node.domain, node.op_type) in _RESULT_FOLLOWS_SHAPES
         ports = _CONTENT.get(node.op_type, ())
         if ports is None:
             return False
-        return self._all_content(node.inputs[p] for p in ports if p < len(node.inputs))
+        return self._all_content(_at(node.inputs, ports))
 
     def _content_follows(self, node: ir.Node) -> bool:
         if node.domain == "" and node.op_type in ("Shape", "Size"):
@@ -140,3 +159,7 @@ class FixedShapes:
 
     def _all_content(self, values: Iterable[ir.Value | None]) -> bool:
         return all(v is None or v in self._content for v in values)
+
+
+def _at(values: Sequence[ir.Value | None], ports: Iterable[int]) -> list[ir.Value | None]:
+    return [values[p] for p in ports if p < len(values)]

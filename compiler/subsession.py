@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import onnx
 import onnx_ir as ir
 
-from onnx_inplace.compiler import errors, flat
+from onnx_inplace.compiler import errors, flat, weights
 from onnx_inplace.compiler.steps import Port, SubSession, Weight
 
-INLINE = 1024  # [bytes] smaller initializers stand in the model itself
 IN_MEMORY = "in memory"  # location of a weight that no file holds; the runner replaces it
 
 
@@ -27,14 +26,14 @@ def build(
         errors.UnsupportedOperator: the element type of a value that enters is not known.
     """
     taken = inputs(nodes)
-    weights = [v for v in taken if v.is_initializer()]
+    initializers = [v for v in taken if v.is_initializer()]
     entering = [v for v in taken if not v.is_initializer()]
     graph = onnx.helper.make_graph(
         [ir.to_proto(node) for node in nodes],
         "sub_session",
         [_info(v) for v in entering],
         [_info(v) for v in wanted],
-        initializer=[_initializer(v) for v in weights],
+        initializer=[_initializer(v) for v in initializers],
     )
     functions = list(_functions(nodes, model))
     used = {"", *(n.domain for n in _all(nodes)), *(d for f in functions for d in f.opset_imports)}
@@ -52,7 +51,9 @@ def build(
         proto.SerializeToString(deterministic=True),
         tuple(Port(_name(v), slots[v]) for v in entering),
         tuple(Port(_name(v), slots[v]) for v in wanted),
-        tuple(Weight(_name(v), _tensor(v), v in shared) for v in weights if not _stands_inside(v)),
+        tuple(
+            Weight(_name(v), _tensor(v), v in shared) for v in initializers if not _stands_inside(v)
+        ),
     )
 
 
@@ -67,7 +68,9 @@ def _stands_inside(value: ir.Value) -> bool:
     tensor = _tensor(value)
     # sub-byte elements and strings have no array that a session could share
     return (
-        tensor.nbytes <= INLINE or tensor.dtype.bitwidth < 8 or tensor.dtype == ir.DataType.STRING
+        tensor.nbytes < weights.LARGE
+        or tensor.dtype.bitwidth < 8
+        or tensor.dtype == ir.DataType.STRING
     )
 
 

@@ -150,13 +150,13 @@ def test_what_weights_alone_decide_stays_with_its_user() -> None:
 
 def test_a_weight_of_two_sub_sessions_is_shared() -> None:
     """Its payload stands in neither model."""
-    shared = np.arange(4096, dtype=np.float32).reshape(1, 1024, 4)
-    own = np.ones((1024, 4), np.float32)
+    shared = np.arange(32768, dtype=np.float32).reshape(1, 8192, 4)
+    own = np.ones((8192, 4), np.float32)
 
     @model
     def program(
-        cache: Mutable[FLOAT[1, 1024, 4]], position: INT64[()]
-    ) -> tuple[Alias["cache"], FLOAT[1, 1024, 4]]:
+        cache: Mutable[FLOAT[1, 8192, 4]], position: INT64[()]
+    ) -> tuple[Alias["cache"], FLOAT[1, 8192, 4]]:
         updated = kv.CacheUpdate(cache, op.Slice(op.Relu(shared), [0], [1], [1]), position)
         return updated, updated * shared + own
 
@@ -324,9 +324,10 @@ def test_an_unknown_type_is_refused_by_name(monkeypatch) -> None:
     monkeypatch.setattr(textual, "HEADER", imports)
     program = textual.build(
         """main (float[2,4] cache, float[1,4] x, int64 p) => (float[1,4] y, float[2,4] out) {
-            values = com.microsoft.Mystery(x)
-            out = onnx_inplace.CacheUpdate(cache, values, p)
-            y = Relu(values)
+            hidden = com.microsoft.Mystery(x)
+            out = onnx_inplace.CacheUpdate(cache, x, p)
+            both = com.microsoft.Other(hidden, out)
+            y = Cast <to = 1> (both)
         }""",
         ["cache"],
         [None, "cache"],
