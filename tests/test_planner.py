@@ -325,7 +325,8 @@ def test_an_unknown_type_is_refused_by_name(monkeypatch) -> None:
     program = textual.build(
         """main (float[2,4] cache, float[1,4] x, int64 p) => (float[1,4] y, float[2,4] out) {
             hidden = com.microsoft.Mystery(x)
-            out = onnx_inplace.CacheUpdate(cache, x, p)
+            r = Relu(x)
+            out = onnx_inplace.CacheUpdate(cache, r, p)
             both = com.microsoft.Other(hidden, out)
             y = Cast <to = 1> (both)
         }""",
