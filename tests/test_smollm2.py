@@ -38,9 +38,15 @@ def text() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Precision, str], Session]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compiled decoders of this module's tests."""
+    return tmp_path_factory.mktemp("smollm2")
+
+
+@pytest.fixture(scope="module")
+def load(folder: Path) -> Callable[[Precision, str], Session]:
     """Sessions, each compiled and loaded once."""
-    folder, sessions = tmp_path_factory.mktemp("smollm2"), {}
+    sessions: dict[tuple[Precision, str], Session] = {}
 
     def session(precision: Precision, element: str) -> Session:
         if (precision, element) not in sessions:
@@ -124,16 +130,16 @@ def test_caches_are_the_callers(text, load) -> None:
     assert not any(cache[:, :, conversation.length :].any() for cache in conversation.caches)
 
 
-def test_stock_onnxruntime_computes_the_same(text, load, tmp_path) -> None:
+def test_stock_onnxruntime_computes_the_same(text, load, folder) -> None:
     prompt = text.encode("The sea is").ids
     conversation = generate.Conversation(load(Precision.EXACT, "float32"), 16)
-    names = [value.name for value in conversation.binding.session.mutable_inputs]
-    given = dict(zip(names, (cache.copy() for cache in conversation.caches), strict=True))
-    path = generate.compiled(Precision.EXACT, "float32", tmp_path)
+    path = generate.compiled(Precision.EXACT, "float32", folder)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     stock = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    feeds = {"tokens": np.array([prompt]), "position": np.array(0), **given}
+    feeds = {"tokens": np.array([prompt]), "position": np.array(0)}
+    names = [value.name for value in stock.get_inputs() if value.name not in feeds]
+    feeds |= {name: cache.copy() for name, cache in zip(names, conversation.caches, strict=True)}
 
     logits, *caches = stock.run(None, feeds)
     outputs = conversation.run(prompt)
