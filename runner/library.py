@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,21 @@ _KEEP = {"Add", "Div", "Gather", "GatherElements", "GatherND", "Identity", "Mul"
 # Where the bytes of a weight in memory would stand: beyond the end of a file that exists. So an
 # optimizer that asks the model for them, not the session, fails; it must not read something else.
 _NOWHERE = {"location": Path(__file__).name, "offset": str(1 << 48)}
+
+
+@functools.cache
+def _share_arena() -> None:
+    """One arena for the sub-sessions of the process, made once.
+
+    Each alone would keep what its largest run needed: after a prompt of 512 tokens, the 31
+    sub-sessions of a decoder held 1.2 GiB more than one arena does.
+    """
+    memory = ort.OrtMemoryInfo(
+        "Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT
+    )
+    as_requested = {"arena_extend_strategy": 1}
+    ort.create_and_register_allocator(memory, ort.OrtArenaCfg(as_requested))
+
 
 class Library:
     """Loads the sub-sessions of one session.
@@ -74,6 +90,8 @@ class Library:
         options.log_severity_level = _SILENT
         options.inter_op_num_threads = 1
         options.intra_op_num_threads = self._threads
+        _share_arena()
+        options.add_session_config_entry("session.use_env_allocators", "1")
         if self._threads > 1:
             options.add_session_config_entry("session.force_spinning_stop", "1")
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
