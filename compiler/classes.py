@@ -183,14 +183,15 @@ class Classes:
             self._branches(node)
             return written
         for link in self.links(node):
-            root = self._follow(node.outputs[link.output], node.inputs[link.input])
-            if root in self._mutable and link.effect is Effect.WRITE:
-                written.setdefault(root, node)
+            shared = self._follow(node.outputs[link.output], node.inputs[link.input])
+            if shared is not None and shared in self._mutable and link.effect is Effect.WRITE:
+                written.setdefault(shared, node)
         if (summary := self.summary(node)) is not None:
             for value, parameter in zip(node.inputs, summary.parameters, strict=False):
-                root = None if value is None else self.root.get(value)
-                if root in self._mutable and parameter.written:
-                    written.setdefault(root, node)
+                if value is None or not parameter.written:
+                    continue
+                if value in self.root and self.root[value] in self._mutable:
+                    written.setdefault(self.root[value], node)
         return written
 
     def _repeated(self, node: ir.Node) -> dict[ir.Value, ir.Node]:

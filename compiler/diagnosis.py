@@ -45,8 +45,8 @@ def _operator(node: ir.Node) -> str:
 class Diagnosis:
     """Remembers what happened to every version, and makes findings of it."""
 
-    def __init__(self, locate: Locate) -> None:
-        self._locate = locate
+    def __init__(self, locate: Locate, returned: Location | None) -> None:
+        self._locate, self._returned = locate, returned
         self._versions: dict[tuple[ir.Value, int], _Version] = {}
         self._replaced: dict[tuple[ir.Value, int], ir.Node] = {}
         self._entries: dict[ir.Value, list[_Entry]] = {}
@@ -76,6 +76,12 @@ class Diagnosis:
         self._entries[root].pop()
 
     # -- findings
+
+    def _result(self, code: str, value: ir.Value, message: str, repair: str) -> Finding:
+        """About a result of the whole: where it is returned, or else where it is made."""
+        if self._returned is not None:
+            return Finding(code, message, self._returned, repair)
+        return self._finding(code, value.producer(), message, repair)
 
     def _finding(self, code: str, node: ir.Node | None, message: str, repair: str) -> Finding:
         location = self._locate(node)
@@ -132,8 +138,11 @@ class Diagnosis:
         """E104: a block, function or graph returns a name that is no longer live."""
         where = node if node is not None else value.producer()
         text, now, _ = self._overwritten(value, root, version, live, where)
+        text = f"{text} It cannot be returned any more."
         repair = f"Return {now or 'the new version'}, or `kv.Copy` {_called(value)} before it."
-        return self._finding("E104", where, f"{text} It cannot be returned any more.", repair)
+        if node is None:
+            return self._result("E104", value, text, repair)
+        return self._finding("E104", node, text, repair)
 
     def not_carried(self, value: ir.Value, node: ir.Node, loop: ir.Node) -> Finding:
         """E105: a loop's body writes what the loop does not carry."""
@@ -246,13 +255,13 @@ class Diagnosis:
         what = "new storage" if other is None else f"the READ_ONLY {_called(other)}"
         text = f'{_called(value)} is declared as `Alias["{root.name}"]` but is {what}.'
         repair = f"Write it with `kv.Assign({root.name}, ...)`, or declare its type instead."
-        return self._finding("E110", value.producer(), text, repair)
+        return self._result("E110", value, text, repair)
 
     def undeclared(self, value: ir.Value, root: ir.Value) -> Finding:
         """E111: mutable storage would leave without a word."""
         text = f"{_called(value)} is the storage of {_called(root)}, but is not declared so."
         repair = f'Declare it as `Alias["{root.name}"]`, or return `kv.Copy({value.name})`.'
-        return self._finding("E111", value.producer(), text, repair)
+        return self._result("E111", value, text, repair)
 
     def another_root(self, value: ir.Value, declared: ir.Value, root: ir.Value) -> Finding:
         """E101: declared as one root, is another."""
@@ -260,15 +269,13 @@ class Diagnosis:
             f'{_called(value)} is declared as `Alias["{declared.name}"]` but is the storage of '
             f"{_called(root)}."
         )
-        return self._finding(
-            "E101", value.producer(), text, f'Declare it as `Alias["{root.name}"]`.'
-        )
+        return self._result("E101", value, text, f'Declare it as `Alias["{root.name}"]`.')
 
     def no_parameter(self, value: ir.Value, declared: ir.Value) -> Finding:
         """E117: what is declared as a root is no mutable parameter."""
         text = f'`Alias["{declared.name}"]` names no mutable parameter.'
         repair = f"Declare {_called(declared)} as `Mutable[...]`, or {_called(value)} by its type."
-        return self._finding("E117", None, text, repair)
+        return self._result("E117", value, text, repair)
 
     def hidden(self, value: ir.Value, node: ir.Node | None) -> Finding:
         """E114: one name for two values in reach of each other."""

@@ -281,3 +281,41 @@ def misplaced(model: Any) -> list[Finding]:
 
 def _inside(scope: str) -> str:
     return f" in {scope.strip('/')}" if scope else ""
+
+
+def hidden_names(model: Any) -> list[Finding]:
+    """E114: names that are defined where another value of that name can still be named."""
+    findings: list[Finding] = []
+    initializers = {t.name for t in model.graph.initializer} - {v.name for v in model.graph.input}
+    outer = [*(v.name for v in model.graph.input), *initializers]
+    _define(findings, outer, model.graph.node, {})
+    for function in model.functions:
+        _define(findings, function.input, function.node, {})
+    return findings
+
+
+def _define(
+    findings: list[Finding], names: Iterable[str], nodes: Iterable[Any], seen: dict[str, None]
+) -> None:
+    """One block; ``seen`` holds what can be named at its entry, and holds it again at its end."""
+    before = len(seen)
+
+    def define(name: str, node: Any) -> None:
+        if name in seen:
+            message = f"`{name}` is defined again where the first one can still be named."
+            findings.append(Finding("E114", message, None if node is None else source(node)))
+        if name:
+            seen[name] = None
+
+    for name in names:
+        define(name, None)
+    for node in nodes:
+        for attribute in node.attribute:
+            graphs = [attribute.g] if attribute.HasField("g") else attribute.graphs
+            for graph in graphs:
+                inner = [*(v.name for v in graph.input), *(t.name for t in graph.initializer)]
+                _define(findings, dict.fromkeys(inner), graph.node, seen)
+        for name in node.output:
+            define(name, node)
+    while len(seen) > before:
+        seen.popitem()

@@ -81,10 +81,12 @@ def open_program(source: str | os.PathLike[str] | bytes | Program) -> Program:
 
     Raises:
         errors.ModelFileError: this is no model, or its weights are missing.
+        errors.ContractError: a name hides another (E114); else it would be no model at all.
     """
     if isinstance(source, Program):
         return source
     proto, large = files.parse(source) if isinstance(source, bytes) else files.read(source)
+    _refuse(integrity.hidden_names(proto))
     structure.check(proto, "model" if isinstance(source, bytes) else os.fspath(source))
     return Program(proto.graph.name, proto, large)
 

@@ -51,18 +51,16 @@ class Operations(Versions):
         self, node: ir.Node, links: Sequence[Link], summary: Summary | None, writes: set[int]
     ) -> bool:
         before = len(self.map.findings)
+        parameters = () if summary is None else summary.parameters
         self._ports(node, summary)
         self.stale_inputs(node, writes)
-        parameters = () if summary is None else summary.parameters
-        for check in (
-            lambda: self._access(node, links, parameters),
-            lambda: self._lend(node, parameters),
-            lambda: self._overlap(node, writes),
-            lambda: self._merge(node, links, summary),
-        ):
-            if len(self.map.findings) > before:
-                return True
-            check()
+        if len(self.map.findings) == before:
+            self._access(node, links, parameters)
+            self._lend(node, parameters)
+        if len(self.map.findings) == before:
+            self._overlap(node, writes)
+        if len(self.map.findings) == before:
+            self._merge(node, links, summary)
         return len(self.map.findings) > before
 
     def _ports(self, node: ir.Node, summary: Summary | None) -> None:
@@ -143,12 +141,11 @@ class Operations(Versions):
         written: set[ir.Value] = set()
         for link in links:
             value, output = node.inputs[link.input], node.outputs[link.output]
-            if value is None or value not in self.place:
-                continue
             if value in self.unknown:
                 self.unknown.add(output)
                 continue
-            place = self.place[value]
+            if value is None or (place := self.place.get(value)) is None:
+                continue
             if link.effect is Effect.WRITE and place.root not in written:
                 written.add(place.root)
                 self.advance(place.root, node, node)

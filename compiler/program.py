@@ -34,6 +34,7 @@ class Declaration:
         functions: declarations of all functions that it calls, directly or not, callees first, each
             once.
         location: where the author's ``def`` stands.
+        returned: where its ``return`` stands, if there is one.
     """
 
     function: ir.Function
@@ -41,6 +42,7 @@ class Declaration:
     returns: tuple[str | None, ...]
     functions: tuple[Declaration, ...]
     location: errors.Location
+    returned: errors.Location | None = None
 
     @property
     def mutable(self) -> list[ir.Value]:
@@ -141,7 +143,14 @@ def _analyse_one(
 
     inputs = {v.name: v for v in declaration.function.inputs}
     returns = [None if name is None else inputs[name] for name in declaration.returns]
-    aliases = alias.analyze(declaration.function, declaration.mutable, returns, callee, locate)
+    aliases = alias.analyze(
+        declaration.function,
+        declaration.mutable,
+        returns,
+        callee,
+        locate,
+        returned=declaration.returned,
+    )
     if aliases.findings:
         raise errors.ContractError(aliases.findings)
     return facts.Analysed(declaration.function, aliases, declaration.access)

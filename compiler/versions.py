@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnx_inplace.compiler import classes, diagnosis, merging
 from onnx_inplace.compiler.classes import Block, Restriction, Summary
 from onnx_inplace.compiler.contract import OutputAlias
-from onnx_inplace.compiler.errors import Finding
+from onnx_inplace.compiler.errors import Finding, Location
 
 
 @dataclasses.dataclass
@@ -84,12 +84,13 @@ class Versions:
         callee: classes.Callee,
         locate: diagnosis.Locate,
         declared: classes.Declared,
+        returned: Location | None,
     ) -> None:
         self.graph, self.mutable = graph, dict.fromkeys(mutable)
         self.declared = declared
         self.classes = classes.Classes(graph, mutable, callee, declared)
         self.map = AliasMap()
-        self.say = diagnosis.Diagnosis(locate)
+        self.say = diagnosis.Diagnosis(locate, returned)
         self.place: dict[ir.Value, Place] = {}
         self.live: dict[ir.Value, int] = {}
         self.unknown: set[ir.Value] = set()

@@ -180,7 +180,10 @@ def _declaration(
         root for v, root in zip(found.values, found.returns, strict=True) if not r.is_unknown(v)
     )
     function = ir.Function(domain, r.name, graph=graph, attributes=[])
-    return program.Declaration(function, access, returns, tuple(functions.values()), r.location)
+    returned = None if r.returned is None else r.returned[2]
+    return program.Declaration(
+        function, access, returns, tuple(functions.values()), r.location, returned
+    )
 
 
 def _judge(r: Recorder, declaration: program.Declaration) -> None:
