@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import sys
@@ -10,6 +11,8 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from rich.console import Console
+from rich.markdown import Markdown
 
 import onnx_inplace
 from onnx_inplace import compiler
@@ -154,7 +157,7 @@ def explain(
 ) -> None:
     """Explain a rule: what it demands, a program that breaks it, and the repair."""
     if code is None:
-        rules = {code: title for code, (title, *_) in sorted(errors.RULES.items())}
+        rules = {known: errors.explain(known).title for known in errors.RULES}
         if json_:
             report.print_json(rules)
             return
@@ -162,13 +165,15 @@ def explain(
             print(f"{known}  {title}")
         return
     if code.upper() not in errors.RULES:
-        known = ", ".join(sorted(errors.RULES))
+        known = ", ".join(errors.RULES)
         raise typer.BadParameter(f"{code} is no rule; there are {known}", param_hint="CODE")
-    title, repair = errors.RULES[code.upper()]
+    page = errors.explain(code.upper())
     if json_:
-        report.print_json({"code": code.upper(), "title": title, "repair": repair})
-        return
-    print(f"{code.upper()} {title}\nRepair: {repair}.")
+        report.print_json(dataclasses.asdict(page))
+    elif sys.stdout.isatty():
+        Console().print(Markdown(page.text))
+    else:
+        print(page.text, end="")
 
 
 @app.command("schema")

@@ -85,7 +85,8 @@ def problems(error: Exception, path: str) -> list[Problem]:
 
 
 def _finding(finding: errors.Finding, path: str) -> Problem:
-    title, text, location = errors.RULES[finding.code][0], str(finding), finding.location
+    title = errors.explain(finding.code).title
+    text, location = str(finding), finding.location
     if location is None:  # the text starts with the word that stands for a place
         return Problem(
             path, None, finding.code, title, finding.message, path + text[text.index(":") :]
