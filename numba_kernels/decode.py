@@ -71,9 +71,44 @@ def _split(x, at, b, h, low, high, scratch, partial):
         result[i] = s[i]
 
 
+@njit
+def _merge(x, at, splits, results, space):
+    """Join the splits of every head, and write the output."""
+    row = carray(float32_at(space), (SIZE,))
+    for item in range(x.batch * x.kv_heads):
+        b, h = item // x.kv_heads, item % x.kv_heads
+        part = carray(float32_at(results + item * splits * PARTIAL), (splits, PARTIAL // 4))
+        for g in range(GROUP):
+            head, lane = h * GROUP + g, g * TOKENS
+            top = part[0, lane]
+            for p in range(1, splits):
+                top = max(top, part[p, lane])
+            total = float_of_bits(0)
+            if at.sinks:
+                sink = carray(float32_at(at.sinks), (head + 1,))[head] * LOG2_E
+                top = max(top, sink)
+                total = exp2(sink - top)
+            for d in range(SIZE):
+                row[d] = 0
+            for p in range(splits):
+                weight = exp2(part[p, lane] - top)
+                for j in range(TOKENS):
+                    total += weight * part[p, 16 + lane + j]
+                for d in range(SIZE):
+                    row[d] += weight * part[p, 32 + g * SIZE + d]
+            inverse = 1 / total if total != 0 else 0.0  # nothing seen: a row of zeros
+            for d in range(SIZE):
+                row[d] *= inverse
+            target = at.output + b * x.output_batch + head * x.output_head
+            narrow(target, SIZE, row, 0, x.output_kind)
+
+
 @kernel(layout.KERNEL)
-def partials(layout_at, query, key, value, output, lengths, mask, sinks, space, worker, workers):
-    """Part of a worker: it takes pairs of kv head and split until none is left."""
+def attend(layout_at, query, key, value, output, lengths, mask, sinks, space, worker, workers):
+    """Part of a worker: it takes pairs of kv head and split until none is left.
+
+    A single worker joins the splits as well.
+    """
     x = layout.read(layout_at)
     at = layout.Places(query, key, value, output, lengths, mask, sinks)
     splits = carray(int64_at(space), (2,))[1]
@@ -92,38 +127,14 @@ def partials(layout_at, query, key, value, output, lengths, mask, sinks, space, 
         first = low + part * chunk
         last = min(high, first + chunk)
         _split(x, at, b, h, first, last, scratch, results + item * PARTIAL)
+    if workers == 1:
+        _merge(x, at, splits, results, scratch)
 
 
 @kernel(layout.KERNEL)
 def merge(layout_at, query, key, value, output, lengths, mask, sinks, space, worker, workers):
-    """Join the splits of every head, and write the output. ``worker`` and ``workers`` as before."""
+    """What is left to do when several ``workers`` have taken part."""
     x = layout.read(layout_at)
+    at = layout.Places(query, key, value, output, lengths, mask, sinks)
     splits = carray(int64_at(space), (2,))[1]
-    results = space + HEADER + workers * SCRATCH
-    row = carray(float32_at(space + HEADER), (SIZE,))
-    for item in range(x.batch * x.kv_heads):
-        b, h = item // x.kv_heads, item % x.kv_heads
-        part = carray(float32_at(results + item * splits * PARTIAL), (splits, PARTIAL // 4))
-        for g in range(GROUP):
-            head = h * GROUP + g
-            lane = g * TOKENS
-            top = float_of_bits(0xFF800000)
-            if sinks:
-                top = carray(float32_at(sinks), (head + 1,))[head] * LOG2_E
-            for p in range(splits):
-                top = max(top, part[p, lane])
-            total = (
-                exp2(carray(float32_at(sinks), (head + 1,))[head] * LOG2_E - top) if sinks else 0.0
-            )
-            for d in range(SIZE):
-                row[d] = 0
-            for p in range(splits):
-                weight = exp2(part[p, lane] - top)
-                for j in range(TOKENS):
-                    total += weight * part[p, 16 + lane + j]
-                for d in range(SIZE):
-                    row[d] += weight * part[p, 32 + g * SIZE + d]
-            inverse = 1 / total if total != 0 else 0.0  # nothing seen: a row of zeros
-            for d in range(SIZE):
-                row[d] *= inverse
-            narrow(output + b * x.output_batch + head * x.output_head, SIZE, row, 0, x.output_kind)
+    _merge(x, at, splits, space + HEADER + workers * SCRATCH, space + HEADER)

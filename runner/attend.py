@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+import types
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
@@ -90,6 +91,7 @@ class Heads:
 class Problem:
     """Attributes and sizes of a call; see ``numba_kernels.layout.Layout``."""
 
+    shape: tuple[int, ...]  # of the output
     batch: int
     heads: int
     kv_heads: int
@@ -139,26 +141,19 @@ class Kernels:
         self.serial = invoke.invoke.ready()
         self.parallel = invoke.invoke_parallel.ready() if settings.threads > 1 else None
         self.portable: int = attention.attend.ready().address
-        self.decode: Any = None
-        self.prefill: Any = None
+        self.decode: types.ModuleType | None = None
+        self.prefill: types.ModuleType | None = None
         kind, size, group = shape.kind, shape.size, shape.group
-        if (
-            settings.portable
-            or kind is None
-            or size is None
-            or group is None
-            or not vector.available()
-        ):
+        if settings.portable or not vector.available():
             return
-        if size % vector.LANES == 0:
-            self.prefill = specialise.specialise(prefill, kind, size)
-            self.prefill_address: int = self.prefill.attend.ready().address
-        if size % vector.LANES == 0 and group <= vector.LANES:
+        if kind is None or size is None or group is None or size % vector.LANES:
+            return
+        self.prefill = specialise.specialise(prefill, kind, size)
+        self.prefill.attend.ready()
+        if group <= vector.LANES:
             self.decode = specialise.specialise(decode, kind, size, group)
-            self.decode_addresses = (
-                self.decode.partials.ready().address,
-                self.decode.merge.ready().address,
-            )
+            self.decode.attend.ready()
+            self.decode.merge.ready()
 
 
 class Call:
@@ -166,6 +161,7 @@ class Call:
 
     def __init__(self, problem: Problem, kernels: Kernels) -> None:
         p = self.problem = problem
+        self.shape = p.shape
         facts = layout.Layout(
             p.batch, p.kv_heads, p.heads // p.kv_heads, p.tokens, p.head_size, p.value_size,
             *p.kinds, p.left, p.right, int(p.at_end), layout.bits(p.scale), layout.bits(p.softcap),
@@ -174,13 +170,20 @@ class Call:
         )  # fmt: skip
         self._layout = np.array(facts, np.int64)
         self._layout_address = address(self._layout)
-        self._kernels = kernels
-        self._workspace = attention.workspace_size(p.head_size, p.value_size)
-        self._row_products = p.batch * p.heads * p.tokens * p.head_size
         self._all = np.full(p.batch, p.capacity, np.int64)
+        self._kernels, self._serial = kernels, kernels.serial
+        products = p.batch * p.heads * p.tokens * p.head_size
+        self._long = PARALLEL // products if kernels.parallel is not None else p.capacity
         plain = not p.softcap and not p.mask[3] and kernels.shape.fits(p)
-        self._decode = kernels.decode if p.tokens == 1 and plain else None
+        self._decode = kernels.decode if plain and p.tokens == 1 else None
         self._prefill = kernels.prefill if plain else None
+        if self._decode is not None:
+            self._kernel: int = self._decode.attend.ready().address
+        elif self._prefill is not None:
+            self._kernel = self._prefill.attend.ready().address
+        else:
+            self._kernel = kernels.portable
+        self._workspace = self._words(1, 1)
 
     def __call__(
         self,
@@ -194,44 +197,43 @@ class Call:
         sinks: int = 0,
     ) -> None:
         """Read ``lengths`` tokens of each row (all without), write to address ``output``."""
-        p, kernels = self.problem, self._kernels
         if lengths is None:
             lengths = self._all
-        longest = check_lengths(root, lengths, p.batch, p.capacity)
-        places = (
-            self._layout_address, query, key, value, output, address(lengths), mask, sinks
-        )  # fmt: skip
-        small = kernels.parallel is None or self._row_products * longest < PARALLEL
-        workers = 1 if small else kernels.threads
-        if self._decode is not None:
-            self._run_decode(places, workers, longest)
-        elif self._prefill is not None:
-            workspace = np.empty(-(-self._prefill.workspace_size(workers) // 8), np.int64)
-            workspace[0] = 0
-            self._run(kernels.prefill_address, places, address(workspace), workers)
-        else:
-            workspace = np.empty(self._workspace * workers, np.uint8)
-            self._run(kernels.portable, places, address(workspace), workers)
-
-    def _run_decode(self, places: tuple[int, ...], workers: int, longest: int) -> None:
-        rows = self.problem.batch * self.problem.kv_heads
-        splits = 1
-        if workers > 1:  # some more items than threads, so that a late thread does not matter
-            splits = max(1, min(longest // SHORTEST_SPLIT, -(-4 * workers // rows)))
-        size = self._decode.workspace_size(rows * splits, workers)
-        workspace = np.empty(-(-size // 8), np.int64)
-        workspace[0], workspace[1] = 0, splits
-        partials, merge = self._kernels.decode_addresses
-        self._run(partials, places, address(workspace), workers)
-        self._kernels.serial(merge, *places, address(workspace), workers)
-
-    def _run(self, kernel: int, places: tuple[int, ...], space: int, workers: int) -> None:
-        kernels = self._kernels
-        if workers == 1 or kernels.parallel is None:
-            kernels.serial(kernel, *places, space, 1)
+        p = self.problem
+        longest = longest_length(root, lengths, p.batch, p.capacity)
+        places = self._layout_address, query, key, value, output, address(lengths), mask, sinks
+        if longest > self._long:
+            self._run_parallel(places, longest)
             return
+        workspace = np.empty(self._workspace, np.int64)
+        workspace[0], workspace[1] = 0, 1  # items that are done, splits
+        self._serial(self._kernel, *places, address(workspace), 1)
+
+    def _words(self, workers: int, splits: int) -> int:
+        """Workspace in int64."""
+        p = self.problem
+        if self._decode is not None:
+            size = self._decode.workspace_size(p.batch * p.kv_heads * splits, workers)
+        elif self._prefill is not None:
+            size = self._prefill.workspace_size(workers)
+        else:
+            size = attention.workspace_size(p.head_size, p.value_size) * workers
+        return 2 + size // 8
+
+    def _run_parallel(self, places: tuple[int, ...], longest: int) -> None:
+        kernels, workers = self._kernels, self._kernels.threads
+        assert kernels.parallel is not None
+        splits = 1
+        if self._decode is not None:  # more items than threads, so that a late thread is no loss
+            rows = self.problem.batch * self.problem.kv_heads
+            splits = max(1, min(longest // SHORTEST_SPLIT, -(-4 * workers // rows)))
+        workspace = np.empty(self._words(workers, splits), np.int64)
+        workspace[0], workspace[1] = 0, splits
         with _parallel_region(workers):
-            kernels.parallel(kernel, *places, space, workers)
+            kernels.parallel(self._kernel, *places, address(workspace), workers)
+        if self._decode is not None:
+            merge = self._decode.merge.ready().address
+            self._serial(merge, *places, address(workspace), workers)
 
 
 class Calls(Generic[T]):
@@ -252,7 +254,7 @@ class Calls(Generic[T]):
         return call
 
 
-def check_lengths(root: str, lengths: Array, batch: int, capacity: int) -> int:
+def longest_length(root: str, lengths: Array, batch: int, capacity: int) -> int:
     """The longest of the valid lengths.
 
     Raises:
@@ -261,6 +263,10 @@ def check_lengths(root: str, lengths: Array, batch: int, capacity: int) -> int:
     """
     if lengths.shape != (batch,):
         raise errors.StorageMismatch(f"{root}: lengths {list(lengths.shape)} for {batch} rows")
+    if batch == 1:
+        only = int(lengths[0])
+        if 0 <= only <= capacity:
+            return only
     longest = 0
     for row, length in enumerate(lengths.tolist()):
         if not 0 <= length <= capacity:

@@ -7,6 +7,7 @@ write costs the process.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -17,6 +18,7 @@ from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner.actions import Action, Array, Settings, Slots
 
 WORKSPACE = 1 << 16  # bytes; rows are reordered in pieces of at most this size
+_NO_LIMIT = 2**63 - 1
 _MOST_GEOMETRIES = 1024  # a server sees many lengths of prompts: forget, do not grow for ever
 
 
@@ -119,14 +121,35 @@ def _circular(step: steps.Kernel) -> bool:
     return bool(mode == "circular")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Geometry:
+    """What shapes say of an update.
+
+    Attributes:
+        rows: in front of the axis; 0 where there is nothing to write.
+        capacity: of the axis [tokens].
+        length: of the values [tokens].
+        token: bytes behind the axis.
+        batch: rows that may have a position of their own; 0 where there is no such axis.
+        sizes: what the kernel for such rows wants to know, in its order.
+        inside: the batch axis stands behind the axis.
+    """
+
+    rows: int
+    capacity: int
+    length: int
+    token: int
+    batch: int
+    sizes: tuple[int, ...]
+    inside: bool
+
+
 def _update(step: steps.Kernel, axis: int, batch_axis: int, circular: bool) -> Action:
     cache_slot, values_slot, output, root = _ports(step)
     position_slot = step.inputs[2] if len(step.inputs) > 2 else None
     zero = np.zeros((), np.int64)
     kernel = dense.update_circular if circular else dense.update
-    # (rows, capacity, length, token) by the shapes of cache and values: found once, then one
-    # look-up a call
-    geometries: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, int, int, int]] = {}
+    geometries: dict[tuple[tuple[int, ...], tuple[int, ...]], _Geometry] = {}
 
     def act(slots: Slots) -> None:
         cache, values = slots[cache_slot], slots[values_slot]
@@ -136,85 +159,66 @@ def _update(step: steps.Kernel, axis: int, batch_axis: int, circular: bool) -> A
         if geometry is None:
             if len(geometries) >= _MOST_GEOMETRIES:
                 geometries.clear()
-            geometry = geometries[key] = _geometry(root, cache, values, axis)
-        rows, capacity, length, token = geometry
-        highest = capacity - length
+            geometry = geometries[key] = _geometry(root, cache, values, axis, batch_axis)
         if not values.flags.c_contiguous:
             values = np.ascontiguousarray(values)
-        if position.ndim:
-            update_rows(cache, values, position, geometry)
-        else:
-            start = int(position)
-            if highest < 0 or start < 0 or (start > highest and not circular):
-                raise errors.CapacityError(root, start, length, capacity)
-            if rows:
-                kernel(address(cache), address(values), rows, capacity, length, token, start)
-        slots[output] = cache
-
-    def update_rows(
-        cache: Array, values: Array, position: Array, geometry: tuple[int, int, int, int]
-    ) -> None:
-        _, capacity, length, token = geometry
-        along, over = axis % cache.ndim, batch_axis % cache.ndim
-        positions = np.ascontiguousarray(position)
-        batch = cache.shape[over]
-        if positions.shape != (batch,) or along == over:
-            raise errors.StorageMismatch(
-                f"{root}: positions {list(positions.shape)} for {batch} rows"
-            )
-        end = np.iinfo(np.int64).max if circular and capacity >= length else capacity - length + 1
-        wrong = dense.find_outside(address(positions), batch, 8, 0, end)
-        if wrong >= 0:
-            raise errors.CapacityError(root, int(positions[wrong]), length, capacity, wrong)
-        if not values.size:
+        if position.ndim and (geometry.batch != 1 or position.shape != (1,)):
+            _update_rows(root, cache, values, position, geometry, circular)
+            slots[output] = cache
             return
-        inner = math.prod(cache.shape[along + 1 :])
-        if over < along:
-            outer, rows = math.prod(cache.shape[:over]), math.prod(cache.shape[over + 1 : along])
-            dense.update_batch(
-                address(cache),
-                address(values),
-                outer,
-                batch,
-                rows,
-                capacity,
-                length,
-                token,
-                address(positions),
-                circular,
-            )
-        else:
-            outer, rows = math.prod(cache.shape[:along]), math.prod(cache.shape[along + 1 : over])
-            block = inner // (rows * batch) * cache.itemsize
-            dense.update_batch_inside(
-                address(cache),
-                address(values),
-                outer,
-                capacity,
-                length,
-                rows,
-                batch,
-                block,
-                address(positions),
-                circular,
-            )
+        start, length, capacity = int(position.item()), geometry.length, geometry.capacity
+        if length > capacity or start < 0 or (start > capacity - length and not circular):
+            row = 0 if position.ndim else None
+            raise errors.CapacityError(root, start, length, capacity, row)
+        if geometry.rows:
+            to, source = address(cache), address(values)
+            kernel(to, source, geometry.rows, capacity, length, geometry.token, start)
+        slots[output] = cache
 
     return act
 
 
-def _geometry(root: str, cache: Array, values: Array, axis: int) -> tuple[int, int, int, int]:
-    """(rows, capacity, length, bytes of a token); StorageMismatch where values do not fit."""
-    along = axis % cache.ndim
-    outside = cache.shape[:along] + cache.shape[along + 1 :]
+def _update_rows(
+    root: str, cache: Array, values: Array, position: Array, geometry: _Geometry, circular: bool
+) -> None:
+    """Write every row of the batch at its own position."""
+    positions = np.ascontiguousarray(position)
+    capacity, length, batch = geometry.capacity, geometry.length, geometry.batch
+    if positions.shape != (batch,):
+        raise errors.StorageMismatch(f"{root}: positions {list(positions.shape)} for {batch} rows")
+    end = _NO_LIMIT if circular and length <= capacity else capacity - length + 1
+    wrong = dense.find_outside(address(positions), batch, 8, 0, end)
+    if wrong >= 0:
+        raise errors.CapacityError(root, int(positions[wrong]), length, capacity, wrong)
+    if geometry.rows:
+        kernel = dense.update_batch_inside if geometry.inside else dense.update_batch
+        to, source = address(cache), address(values)
+        kernel(to, source, *geometry.sizes, address(positions), circular)
+
+
+def _geometry(root: str, cache: Array, values: Array, axis: int, batch_axis: int) -> _Geometry:
+    """What the shapes say; StorageMismatch where values do not fit."""
+    shape = cache.shape
+    along, over = axis % cache.ndim, batch_axis % cache.ndim
     if (
         values.ndim != cache.ndim
-        or values.shape[:along] + values.shape[along + 1 :] != outside
+        or values.shape[:along] + values.shape[along + 1 :] != shape[:along] + shape[along + 1 :]
         or values.dtype.itemsize != cache.dtype.itemsize
     ):
         raise errors.StorageMismatch(
             f"{root}: values {values.dtype}{list(values.shape)} do not fit a cache "
-            f"{cache.dtype}{list(cache.shape)} along axis {axis}"
+            f"{cache.dtype}{list(shape)} along axis {axis}"
         )
-    token = math.prod(cache.shape[along + 1 :]) * cache.itemsize
-    rows = math.prod(cache.shape[:along]) if values.size else 0
-    return rows, cache.shape[along], values.shape[along], token
+    capacity, length = shape[along], values.shape[along]
+    token = math.prod(shape[along + 1 :]) * cache.itemsize
+    rows = math.prod(shape[:along]) if values.size else 0
+    if over == along:  # no axis is left for a batch
+        return _Geometry(rows, capacity, length, token, 0, (), False)
+    if over < along:
+        outer, inner = math.prod(shape[:over]), math.prod(shape[over + 1 : along])
+        sizes: tuple[int, ...] = outer, shape[over], inner, capacity, length, token
+    else:
+        outer, inner = math.prod(shape[:along]), math.prod(shape[along + 1 : over])
+        block = math.prod(shape[over + 1 :]) * cache.itemsize
+        sizes = outer, capacity, length, inner, shape[over], block
+    return _Geometry(rows, capacity, length, token, shape[over], sizes, over > along)

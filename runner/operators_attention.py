@@ -50,19 +50,12 @@ def attention(step: steps.Kernel, settings: Settings) -> Action:
         lengths = None if length_slot is None else np.ascontiguousarray(slots[length_slot])
         if not query.flags.c_contiguous:
             query = np.ascontiguousarray(query)
-        shapes = (
-            query.shape,
-            key.shape,
-            value.shape,
-            None if mask is None else (mask.shape, mask.dtype),
-        )
+        shapes = query.shape, key.shape, value.shape, None if mask is None else mask.shape
         call = calls.get(shapes)
         if call is None:
             problem = _problem(attributes, query, key, value, mask, lengths is not None)
             call = calls.put(shapes, Call(problem, kernels))
-        size = call.problem.value_size
-        shape = (*query.shape[:-1], size if query.ndim == 4 else call.problem.heads * size)
-        target = result(slots, output, reuse, shape, query.dtype)
+        target = result(slots, output, reuse, call.shape, query.dtype)
         call(
             address(query),
             address(key),
@@ -145,6 +138,7 @@ def _problem(
     right = attributes.get("right_window_size", -1)
     scale = attributes.get("scale")
     return Problem(
+        shape=(*query.shape[:-1], value_size if query.ndim == 4 else heads * value_size),
         batch=batch,
         heads=heads,
         kv_heads=kv_heads,

@@ -63,7 +63,6 @@ class _Ready:
     """What depends on shapes only."""
 
     call: Call
-    head_size: int
     places: tuple[Array, Array, Array]  # RowsLayout of queries, keys and values
     key_offset: int  # bytes from the beginning of a packed query
     value_offset: int
@@ -139,8 +138,7 @@ def group_query_attention(step: steps.Kernel, settings: Settings) -> Action:
             )
             _check_positions(positions, (batch, tokens), cosines.shape[0])
         sinks = _sinks(value_of(slots, "head_sink"), smooth, heads)
-        result_shape = (batch, tokens, heads * ready.head_size)
-        target = result(slots, output, reuse, result_shape, query.dtype)
+        target = result(slots, output, reuse, ready.call.shape, query.dtype)
 
         # from here on nothing can fail
         space = np.empty(ready.workspace, np.uint8)
@@ -286,6 +284,7 @@ def _prepare(
     window = attributes.get("local_window_size", -1)
     out = heads * head_size * item
     problem = Problem(
+        shape=(batch, tokens, heads * head_size),
         batch=batch,
         heads=heads,
         kv_heads=kv_heads,
@@ -308,7 +307,6 @@ def _prepare(
     kind = KINDS[past_key.dtype]
     return _Ready(
         call=Call(problem, kernels),
-        head_size=head_size,
         places=(
             layout(heads, packed, 0, query_at, rotated),
             layout(kv_heads, source, kind, cache_at, rotated),
