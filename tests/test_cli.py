@@ -95,7 +95,7 @@ def test_a_session_in_a_shell(folder: Path) -> None:
     done = shell("compile", "stale.py:stale")
     assert done.returncode == 1 and done.stdout == ""
     lines = done.stderr.splitlines()
-    assert lines[0].endswith("stale.py:9: E104 stale read")
+    assert lines[0] == "stale.py:9: E104 stale read"
     assert "Traceback" not in done.stderr
     assert shell("check").returncode == 2
     script = Path(sys.executable).with_name("onnx-inplace")

@@ -85,13 +85,19 @@ def problems(error: Exception, path: str) -> list[Problem]:
 
 
 def _finding(finding: errors.Finding, path: str) -> Problem:
-    title = errors.explain(finding.code).title
-    text, location = str(finding), finding.location
-    if location is None:  # the text starts with the word that stands for a place
-        return Problem(
-            path, None, finding.code, title, finding.message, path + text[text.index(":") :]
-        )
-    return Problem(location.file, location.line, finding.code, title, finding.message, text)
+    title, text = errors.explain(finding.code).title, str(finding)
+    location = finding.location
+    file, line = (path, None) if location is None else (_relative(location.file), location.line)
+    place = "model" if location is None else str(location)
+    text = text.removeprefix(place)
+    text = f"{file}{text}" if line is None else f"{file}:{line}{text}"
+    return Problem(file, line, finding.code, title, finding.message, text)
+
+
+def _relative(file: str) -> str:
+    """A file as the author would call it from here."""
+    path = Path(file)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
 
 
 def reported(command: Callable[P, None]) -> Callable[P, None]:
