@@ -197,7 +197,7 @@ MESSAGES: Final = (
         messages=(
             Declared(
                 "QuantizedTensor",
-                comment="The page type of a paged cache; its carrier is a sequence of uint8 tensors.",
+                comment="The page type of a paged cache, carried by a sequence of uint8 tensors.",
                 fields=(
                     Field(
                         "string",
