@@ -1,4 +1,4 @@
-"""Python's operators on tensors, with Python's meaning: ``/`` is no integer division, ``//`` and ``%`` round down."""
+"""Python's operators on tensors, as Python means them: ``/`` has fractions, ``//`` rounds down."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOGICAL = {"and": ("And", "BitwiseAnd"), "or": ("Or", "BitwiseOr"), "xor": ("Xo
 
 
 def binary(name: str, a: Any, b: Any) -> ir.Value:
-    """Record ``a`` operator ``b``; one of them is a value, the other may be a number or an array."""
+    """Record ``a`` operator ``b``: values, or one of them a number or an array."""
     if name in _PLAIN:
         return standard(_PLAIN[name], a, b)
     dtype = next((x.dtype for x in (a, b) if isinstance(x, ir.Value) and x.dtype), None)

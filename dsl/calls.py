@@ -1,8 +1,9 @@
 """Functions of the author, and calls of them: one FunctionProto per set of Python arguments.
 
-A parameter that is not annotated as tensors is an attribute: its Python value specialises the function. The variants of
-``f`` are called ``f_axis_1`` and so on, and different functions of one name in one domain ``f``, ``f_2``: names, not
-overloads, since onnx.reference runs one body for all overloads of a name.
+A parameter that is not annotated as tensors is an attribute: its Python value specialises the
+function. The variants of ``f`` are called ``f_axis_1`` and so on, and different functions of one
+name in one domain ``f``, ``f_2``: names, not overloads, since onnx.reference runs one body for
+all overloads of a name.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from onnx_inplace.compiler.contract import Access
 from onnx_inplace.compiler.errors import Location
 from onnx_inplace.dsl import literals, parameters, places, recorder, structures, tensor
 from onnx_inplace.dsl.results import Results
-from onnx_inplace.dsl.signatures import attribute
+from onnx_inplace.dsl.signatures import Operator, attribute
 from onnx_inplace.dsl.tensor import Operand, Tensor
 
 
@@ -91,7 +92,8 @@ def _call(r: recorder.Recorder, name: str, callee: Recorded, arguments: Mapping[
             given = [("", arguments[parameter.name])]
         if len(given) != len(leaves):
             r.stop(
-                f"{name}: `{parameter.name}` takes {len(leaves)} tensors, and {len(given)} are given."
+                f"{name}: `{parameter.name}` takes {len(leaves)} tensors, and {len(given)} are "
+                "given."
             )
         inputs += [
             _argument(r, name, leaf, x, dims) for leaf, (_, x) in zip(leaves, given, strict=True)
@@ -185,8 +187,10 @@ def _linked(r: recorder.Recorder, callee: program.Declaration) -> tuple[str, str
         key = nested.function.identifier()
         if not _is_same(r.functions.setdefault(key, nested), nested):
             r.stop(
-                f"{callee.function.name} calls the `{nested.function.name}` of {_place(nested.location)}, and another "
-                f"`{nested.function.name}`, of {_place(r.functions[key].location)}, is in use here: rename one, or give "
+                f"{callee.function.name} calls the `{nested.function.name}` of "
+                f"{_place(nested.location)}, and another "
+                f"`{nested.function.name}`, of {_place(r.functions[key].location)}, is in use "
+                "here: rename one, or give "
                 "it another domain."
             )
     function = callee.function
@@ -237,7 +241,7 @@ class Evaluator:
 
     def eval_op(self, op: Any, args: Any, kwargs: Any) -> Any:
         """An operator of onnxscript's opsets."""
-        own = tensor.Operator(op.opset.domain, op.name, op.opset.version)
+        own = Operator(op.opset.domain, op.name, op.opset.version)
         return tensor.call(own, args, kwargs)
 
     def eval_function(self, function: onnxscript.OnnxFunction, args: Any, kwargs: Any) -> Any:
@@ -249,13 +253,14 @@ def call_script(function: onnxscript.OnnxFunction, args: Any, kwargs: Any) -> An
     """Record a call of a @script function."""
     r = recorder.current()
     body: ir.Function = function.function_ir
-    names = [v.name for v in body.inputs]
+    names = [str(v.name) for v in body.inputs]
     given = dict(zip([*names, *body.attributes], args, strict=False)) | dict(kwargs)
     missing = [n for n in names if n not in given]
     strange = [n for n in given if n not in names and n not in body.attributes]
     if missing or strange:
         r.stop(
-            f"{function.name} takes {', '.join([*names, *body.attributes])}, not {', '.join(given)}."
+            f"{function.name} takes {', '.join([*names, *body.attributes])}, not "
+            f"{', '.join(given)}."
         )
     inputs = []
     for n in names:

@@ -52,8 +52,8 @@ def function(
 ) -> calls.Function | Callable[[F], calls.Function]:
     """Compile a function to a FunctionProto that models and other functions call.
 
-    Parameters that are annotated as tensors become inputs; all others take Python values, and each set of values that
-    is called makes a function of its own.
+    Parameters that are annotated as tensors become inputs; all others take Python values, and
+    each set of values that is called makes a function of its own.
 
     Args:
         f: the function; without it, a decorator is returned.

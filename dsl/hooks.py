@@ -39,7 +39,8 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "not_in": lambda a, b: a not in b,
 }
 _LEAVES = (
-    "a block that depends on a tensor cannot return, break, continue or have an else after a loop: assign a variable "
+    "a block that depends on a tensor cannot return, break, continue or have an else after a "
+    "loop: assign a variable "
     "instead, and decide with it."
 )
 

@@ -1,4 +1,4 @@
-"""``x[...]`` with ints, slices, None, Ellipsis, tensors: Slice, Gather, Unsqueeze, with numpy's meaning."""
+"""``x[...]`` as numpy means it: ints, slices, None, Ellipsis, tensors become operators."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ _LAST, _FIRST = 2**63 - 1, -(2**63)  # bounds that Slice clamps
 def index(x: ir.Value, key: Any) -> ir.Value:
     """Record ``x[key]``.
 
-    All slices are one Slice, which keeps the axes; then ints and index tensors are Gathers, from the last axis
-    to the first, so that the axes in front keep their number; then None are one Unsqueeze.
+    All slices are one Slice, which keeps the axes; then ints and index tensors are Gathers, from
+    the last axis to the first, so that the axes in front keep their number; then None are one
+    Unsqueeze.
     """
     r = recorder.current()
     if r.is_unknown(x):

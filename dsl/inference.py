@@ -1,7 +1,8 @@
 """Types and shapes of the outputs of one node, by ONNX's own inference, once per distinct question.
 
-A decoder asks the same question for each of its layers, so answers are kept. What ONNX cannot say (operators
-without a schema, inputs of unknown type) is left open; what it refuses is a ``Mismatch``.
+A decoder asks the same question for each of its layers, so answers are kept. What ONNX cannot say
+(operators without a schema, inputs of unknown type) is left open; what it refuses is a
+``Mismatch``.
 """
 
 from __future__ import annotations

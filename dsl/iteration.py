@@ -1,4 +1,4 @@
-"""What a loop of the graph goes over (``range`` of tensors, ``scan``, a condition), and ``stack``."""
+"""What a loop of the graph goes over: ``range``, ``scan``, a condition; and ``stack``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Range:
             r.stop("range with step 0.")
         if isinstance(start, int) and start == 0 and isinstance(step, int) and step == 1:
             return Range(stop, 0, 1)
-        # (stop - start + step -+ 1) / step, which Div cuts towards zero, is the number of steps or negative
+        # (stop - start + step -+ 1) / step, cut towards zero: the number of steps, or negative
         towards = (
             standard("Sub", step, standard("Sign", step))
             if isinstance(step, ir.Value)
@@ -84,10 +84,10 @@ Items = Range | While | Scanned
 
 
 def scan(*inputs: Any, axis: int | tuple[int, ...] = 0, reverse: bool = False) -> Any:
-    """Go along tensors: ``for x, y in scan(xs, ys):`` records a Scan.
+    """Make a loop along tensors, a Scan: ``for x, y in scan(xs, ys):``.
 
-    Variables that the body assigns are carried from step to step, and hold their last value afterwards; what is
-    wanted of every step is collected with ``stack``.
+    Variables that the body assigns are carried from step to step, and hold their last value
+    afterwards; what is wanted of every step is collected with ``stack``.
 
     Args:
         inputs: one or more tensors; a step gets one slice of each (a tuple, of several).
@@ -129,7 +129,7 @@ class Stack(Operand):
         return self._name
 
     def append(self, x: Any) -> None:
-        """Add the tensor of this step: once, in the body of the loop itself, not in an if inside of it."""
+        """Add the tensor of this step: once, in the body of the loop, not in an if inside."""
         r = recorder.current()
         block = r.blocks[-1]
         if self._value is not None or len(r.blocks) == 1:

@@ -1,8 +1,8 @@
-"""Python numbers, lists and arrays beside tensors: which element type they take, and whether they survive it.
+"""Python numbers, lists and arrays beside tensors: the element type that they take.
 
-A Python number has no element type: it takes the one of the tensors beside it, if its value survives. 0.1 does
-in FLOAT16 (it is rounded, as it is in FLOAT), 1e6 and 1e-10 do not, and 1.5 does not in INT64. Arrays have an
-element type, and are never converted.
+A Python number has no element type: it takes the one of the tensors beside it, if its value
+survives. 0.1 does in FLOAT16 (it is rounded, as it is in FLOAT), 1e6 and 1e-10 do not, and 1.5
+does not in INT64. Arrays have an element type, and are never converted.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def is_number(x: object) -> bool:
 
 def is_array(x: object) -> bool:
     """Whether ``x`` has content and an element type."""
-    return isinstance(x, _ARRAYS) or (
-        not isinstance(x, _NO_ARRAYS) and isinstance(x, ir.TensorProtocol)
-    )
+    if isinstance(x, _ARRAYS):
+        return True
+    return not isinstance(x, _NO_ARRAYS) and isinstance(x, ir.TensorProtocol)
 
 
 def plain(x: Any) -> Any:
@@ -62,7 +62,7 @@ def plain(x: Any) -> Any:
 
 
 def _is_extended(x: np.generic) -> bool:
-    return x.dtype.type.__module__ == ml_dtypes.__name__
+    return bool(x.dtype.type.__module__ == ml_dtypes.__name__)
 
 
 def default_type(x: Any) -> ir.DataType:
@@ -78,7 +78,7 @@ def default_type(x: Any) -> ir.DataType:
 
 def is_integer_type(dtype: ir.DataType) -> bool:
     """Whether elements are whole numbers (BOOL is not counted)."""
-    return dtype.is_integer()
+    return bool(dtype.is_integer())
 
 
 def is_float_type(dtype: ir.DataType) -> bool:

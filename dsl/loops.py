@@ -1,4 +1,4 @@
-"""Recording ``for`` and ``while``: ranges of tensors and conditions become Loop, scanned tensors Scan.
+"""Recording ``for`` and ``while``: ranges and conditions become Loop, scanned tensors Scan.
 
 The variables that the body assigns are carried. A first recording finds out what they are (a Python
 number takes the element type of what it meets, a dimension that changes is not known, what does not
@@ -211,9 +211,9 @@ class _Recording:
                 type_ = ir.TensorType(dtype) if dtype is not None else c.type
                 changed = changed or type_ != c.type
             new_shape = blocks.common_shape(shape, value.shape) if value is not None else shape
-            if value is None or value.type == type_:
-                if new_shape != shape:
-                    shape, changed = new_shape, True
+            fits = value is None or value.type == type_
+            if fits and new_shape != shape:
+                shape, changed = new_shape, True
             found[c.name] = (type_, shape)
         return found if changed else {}
 
@@ -250,7 +250,7 @@ class _Recording:
             if c.formal in outer:
                 c.result = c.initial
         results = [outer.get(v, v) for v in results]
-        stacks = list(self.block.stacked)
+        stacks = [s for s in self.block.stacked if isinstance(s, Stack)]
         stacked = [outer.get(v, v) for v in self.block.stacked.values()]
         if self.condition is not None:
             self.condition = outer.get(self.condition, self.condition)
@@ -335,8 +335,8 @@ class _Recording:
             elif result.shape is not None:
                 axis = stacks[k - len(kept)].axis
                 dims = list(result.shape)
-                dims.insert(axis if axis >= 0 else axis + len(dims) + 1, self.length())
-                value.shape = ir.Shape(dims)
+                at = axis if axis >= 0 else axis + len(dims) + 1
+                value.shape = ir.Shape([*dims[:at], self.length(), *dims[at:]])
         return outputs
 
     def length(self) -> int | ir.SymbolicDim | None:
@@ -369,7 +369,8 @@ class _Recording:
         left = structures.transform(after, x, Operand, name)
         if not structures.contains(Operand, x) and not is_leaf(x) and not same(x, y):
             self.r.fault(
-                f"`{name}` is a Python value that a step of the loop changes: only tensors can be carried.",
+                f"`{name}` is a Python value that a step of the loop changes: only tensors can "
+                "be carried.",
                 location=self.location,
             )
         return left

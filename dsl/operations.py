@@ -1,4 +1,4 @@
-"""Recording one operator: its Python arguments become inputs and attributes, or a fault at the author's line."""
+"""Recording one operator: Python arguments become inputs and attributes, or a fault."""
 
 from __future__ import annotations
 
@@ -231,15 +231,16 @@ def _value(
 
 
 def pack(elements: Sequence[Any]) -> ir.Value:
-    """Scalars, some of them tensors, as one INT64 tensor of rank 1: ``op.Reshape(x, [batch, -1])``."""
+    """Scalars, some of them tensors, as one vector: ``op.Reshape(x, [batch, -1])``."""
     return standard("Concat", *(as_vector(e) for e in elements), axis=0)
 
 
-def as_vector(x: Any) -> ir.Value:
+def as_vector(number: Any) -> ir.Value:
     """A whole number or a tensor of one element as INT64 of shape [1]."""
     r = recorder.current()
-    if not isinstance(x, ir.Value):
-        return r.constant(literals.literal([x], ir.DataType.INT64))
+    if not isinstance(number, ir.Value):
+        return r.constant(literals.literal([number], ir.DataType.INT64))
+    x: ir.Value = number
     if x.dtype is not None and x.dtype != ir.DataType.INT64:
         if not literals.is_integer_type(x.dtype):
             r.fault(

@@ -8,8 +8,8 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript.onnx_types import TensorType
 
-from onnx_inplace.compiler import contract, operators
-from onnx_inplace.dsl import annotations, recorder, tensor
+from onnx_inplace.compiler import contract
+from onnx_inplace.dsl import notation, recorder, tensor
 from onnx_inplace.dsl.signatures import Operator, signature
 
 __all__ = ["Operators", "domain", "kv", "op", "opset"]
@@ -20,9 +20,10 @@ _CONTROL = ("If", "Loop", "Scan")
 class Operators:
     """``op.X(inputs..., attribute=...)`` records operator X of a domain.
 
-    Inputs are tensors, Python numbers, lists of numbers, arrays, or None for one that is left out; they may be
-    named as in the schema. Attributes are given by name. ``_outputs`` says how many outputs are wanted where the
-    schema leaves it open or there is none: a number, or their types (``[FLOAT["n", 4], INT64[()]]``).
+    Inputs are tensors, Python numbers, lists of numbers, arrays, or None for one that is left
+    out; they may be named as in the schema. Attributes are given by name. ``_outputs`` says how
+    many outputs are wanted where the schema leaves it open or there is none: a number, or their
+    types (``[FLOAT["n", 4], INT64[()]]``).
     """
 
     def __init__(self, domain: str, version: int | None) -> None:
@@ -39,7 +40,8 @@ class Operators:
         r = recorder.current()
         if domain == "" and name in _CONTROL:
             r.stop(
-                f"write Python's if, for, while instead of op.{name} (for Scan: `for x in scan(xs)`)."
+                f"write Python's if, for, while instead of op.{name} (for Scan: `for x in "
+                "scan(xs)`)."
             )
         if domain in ("", contract.DOMAIN) and not signature(domain, name, version or r.opset):
             r.stop(
@@ -53,7 +55,7 @@ class Operators:
         ) -> Any:
             types: list[tuple[ir.TypeProtocol | None, ir.Shape | None]] = []
             if _outputs is not None and not isinstance(_outputs, int):
-                types = [annotations.type_and_shape(t) for t in _outputs]
+                types = [notation.type_and_shape(t) for t in _outputs]
                 _outputs = len(types)
             operator = Operator(domain, name, version)
             return tensor.call(operator, inputs, attributes, _outputs, types)
@@ -73,4 +75,4 @@ def domain(name: str, version: int = 1) -> Operators:
 
 
 op = Operators("", None)  # of the opset that the model has: 25, or what its decorator says
-kv = Operators(operators.DOMAIN, operators.VERSION)
+kv = Operators(contract.DOMAIN, contract.VERSION)

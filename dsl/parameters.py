@@ -1,4 +1,4 @@
-"""From annotations to the inputs of a graph: names, types, access; and to what the author's code gets."""
+"""From annotations to the inputs of a graph, and to what the author's code gets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onnx_inplace.compiler.contract import Access
-from onnx_inplace.dsl import annotations
+from onnx_inplace.dsl import notation
 
 
 class Unusable(ValueError):
@@ -36,7 +36,7 @@ class Leaf:
 
     def typed(self) -> tuple[ir.TypeProtocol, ir.Shape | None]:
         """Element type and shape."""
-        return annotations.type_and_shape(self.hint)
+        return notation.type_and_shape(self.hint)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,15 +64,16 @@ def describe(
     Raises:
         Unusable: it describes no tensor.
     """
-    hint, declared = annotations.unwrapped(hint)
+    hint, declared = notation.unwrapped(hint)
     if declared is Access.READ_WRITE:
         access = declared
-    if annotations.is_tensor(hint):
+    if notation.is_tensor(hint):
         return Leaf(name, hint, access)
-    members = annotations.members(hint, namespace)
+    members = notation.members(hint, namespace)
     if members is None:
         raise Unusable(
-            f'`{name}` needs a tensor type, as FLOAT[2, "n"], or a tuple, mapping, NamedTuple or dataclass of them'
+            f'`{name}` needs a tensor type, as FLOAT[2, "n"], or a tuple, mapping, NamedTuple '
+            "or dataclass of them"
         )
     described = [(n, describe(f"{name}.{n}", h, namespace, access)) for n, h in members]
     return Group(name, hint, tuple(described))
@@ -80,12 +81,12 @@ def describe(
 
 def is_tensors(hint: Any, namespace: Mapping[str, Any]) -> bool:
     """Whether ``hint`` describes tensors, and not a Python value."""
-    hint, _ = annotations.unwrapped(hint)
-    if annotations.is_tensor(hint):
+    hint, _ = notation.unwrapped(hint)
+    if notation.is_tensor(hint):
         return True
     if hint in (tuple, list, dict):
         return False
-    members = annotations.members(hint, namespace)
+    members = notation.members(hint, namespace)
     return members is not None and all(is_tensors(h, namespace) for _, h in members)
 
 
@@ -93,7 +94,7 @@ def build(parameter: Parameter, made: Mapping[str, Any]) -> Any:
     """What the author's code gets: the structure, with a tensor in every place."""
     if isinstance(parameter, Leaf):
         return made[parameter.name]
-    return annotations.make(parameter.hint, [build(m, made) for _, m in parameter.members])
+    return notation.make(parameter.hint, [build(m, made) for _, m in parameter.members])
 
 
 def find(parameters: Mapping[str, Parameter], path: str) -> Parameter | None:

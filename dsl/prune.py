@@ -1,6 +1,7 @@
-"""Removing what recording left over: outputs of control nodes that nobody reads, and copies of names for them.
+"""Removing what recording left over: outputs of control nodes that nobody reads.
 
-Operators of the author are never removed: a write that nobody reads is lost, which the analysis reports.
+Operators of the author are never removed: a write that nobody reads is lost, which the analysis
+reports.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _BODIES = {"If": ("then_branch", "else_branch"), "Loop": ("body",), "Scan": ("bo
 def prune(graph: ir.Graph, writes: Writes) -> None:
     """Remove the left-overs of ``graph`` and of all blocks inside, last node first.
 
-    ``writes(node)`` says whether a node may write storage: a control node around it stays, whatever it gives.
+    ``writes(node)`` says whether a node may write storage: a control node around it stays,
+    whatever it gives.
     """
     for node in reversed(list(graph)):
         if node.domain == "" and node.op_type in _BODIES:

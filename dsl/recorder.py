@@ -1,7 +1,7 @@
 """The graph under construction: blocks, names, places, faults.
 
-Knows ONNX values only. What Python values mean beside them is decided in ``literals`` and ``operations``,
-what Python objects stand for them in ``tensor``.
+Knows ONNX values only. What Python values mean beside them is decided in ``literals`` and
+``operations``, what Python objects stand for them in ``tensor``.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ class Recorder:
             self.declared_opset = version
         elif self.declared_opset != version:
             self.fault(
-                f"an operator of opset {version} in a {self.kind.value} of opset {self.declared_opset}; "
+                f"an operator of opset {version} in a {self.kind.value} of opset "
+                f"{self.declared_opset}; "
                 f"give the decorator `opset={version}`, or use one opset."
             )
 
@@ -224,7 +225,8 @@ class Recorder:
             return self.unknown()
         if not any(owner is block for block in self.blocks):
             self.fault(
-                f"{called(value)} was made inside of a block that depends on a tensor, and has left it through a "
+                f"{called(value)} was made inside of a block that depends on a tensor, and has "
+                "left it through a "
                 "list, a nonlocal or an attribute; assign a variable there, and read that variable."
             )
             return self.unknown()
@@ -242,7 +244,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[Attempt]:
-        """Record on approval: unless the attempt is kept, names, faults and functions are as before."""
+        """Record on approval: unless it is kept, names, faults and functions are as before."""
         attempt = Attempt()
         before = (
             dict(self._holders),
@@ -319,7 +321,7 @@ class Recorder:
             attribute = ir.AttrTensor("value", tensor)
             [found] = self.emit("", "Constant", [], [attribute], outputs=1, infer=False)
             self._anonymous.pop(found, None)
-            found.type, found.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape)
+            found.type, found.shape = ir.TensorType(tensor.dtype), _shape(tensor)
             found.const_value = tensor
             block.constants[key] = found
         return found
@@ -336,7 +338,7 @@ class Recorder:
         if exact and name in self._holders:
             self.fault(f"two weights, or a weight and another value, are called `{name}`.")
             return self.unknown(name)
-        value = self.value(name, ir.TensorType(tensor.dtype), ir.Shape(tensor.shape))
+        value = self.value(name, ir.TensorType(tensor.dtype), _shape(tensor))
         value.const_value = tensor
         self.blocks[0].graph.register_initializer(value)
         self._owner[value] = self.blocks[0]
@@ -350,6 +352,10 @@ class Attempt:
     """Whether what was recorded on approval stays."""
 
     kept: bool = False
+
+
+def _shape(tensor: ir.TensorProtocol) -> ir.Shape:
+    return ir.Shape([int(d) for d in tensor.shape.numpy()])
 
 
 def called(value: ir.Value) -> str:

@@ -10,9 +10,8 @@ from typing import Any
 import onnx_ir as ir
 
 from onnx_inplace.compiler.errors import Location
-from onnx_inplace.dsl import annotations, literals, parameters, recorder, structures
+from onnx_inplace.dsl import literals, notation, parameters, recorder, structures
 from onnx_inplace.dsl.tensor import Operand
-
 
 Dim = int | ir.SymbolicDim
 
@@ -22,9 +21,9 @@ class Results:
     """The outputs of a graph.
 
     Attributes:
-        values: the outputs.
-        returns: for each the name of the parameter that it must alias, or None.
-        template: what the function returned, with the number of an output in the place of every tensor.
+        values: the outputs. returns: for each the name of the parameter that it must alias, or
+        None. template: what the function returned, with the number of an output in the place of
+        every tensor.
     """
 
     values: list[ir.Value]
@@ -47,8 +46,8 @@ class _Collector:
         declared = None if root is None else self.inputs.get(root)
         dtype = declared.dtype if declared is not None else None
         typed = None
-        if declared is None and annotations.is_tensor(hint):
-            typed = annotations.type_and_shape(hint)
+        if declared is None and notation.is_tensor(hint):
+            typed = notation.type_and_shape(hint)
             dtype = hint.dtype
         value = self.value(x, dtype)
         name = self.name(variable, path, root)
@@ -150,7 +149,7 @@ def _all(
         if is_tuple:
             return _one(c, None, result, hint, namespace, names)
         return _one(c, names[0], result, hint, namespace)
-    hints = annotations.members(hint, namespace) or []
+    hints = notation.members(hint, namespace) or []
     members = structures.children(result)
     if members is None or len(members) != len(hints):
         count = 1 if members is None else len(members)
@@ -168,7 +167,7 @@ def _all(
 def _is_written_out(hint: Any) -> bool:
     """``tuple[A, B]``, or a list or mapping of annotations: several results."""
     is_class = isinstance(hint, type) and typing.get_origin(hint) is None
-    return not is_class and annotations.members(hint, {}) is not None
+    return not is_class and notation.members(hint, {}) is not None
 
 
 def _one(
@@ -184,20 +183,21 @@ def _one(
 
     ``names``: what the members are called, where a tuple is written out.
     """
-    target = annotations.alias_of(hint)
+    target = notation.alias_of(hint)
     roots: list[str | None] = []
     if target is not None:
         parameter = parameters.find(c.parameters, target)
         mutable = [] if parameter is None else [p for p in parameter.leaves() if p.access.value]
         if not mutable:
             c.r.fault(
-                f'Alias["{target}"] names no mutable parameter of {c.r.name}({", ".join(c.parameters)}).',
+                f'Alias["{target}"] names no mutable parameter of '
+                f"{c.r.name}({', '.join(c.parameters)}).",
                 "E117",
             )
             hint, target = None, None
         else:
             roots = [p.name for p in mutable]
-    members = None if target is not None else annotations.members(hint, namespace)
+    members = None if target is not None else notation.members(hint, namespace)
     if members is not None:
         inside = structures.children(x)
         if inside is None or len(inside) != len(members):

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnxscript.onnx_types import TensorType
 
-from onnx_inplace.dsl import literals
+from onnx_inplace.dsl import literals, notation
 
 _Option = onnx.defs.OpSchema.FormalParameterOption
 
@@ -79,10 +78,14 @@ def signature(domain: str, name: str, version: int) -> Signature | None:
     return Signature(
         tuple(map(_formal, schema.inputs)),
         tuple(map(_formal, schema.outputs)),
-        {k: ir.AttributeType(int(a.type.value)) for k, a in sorted(schema.attributes.items())},
+        {k: _attribute_type(a) for k, a in sorted(schema.attributes.items())},
         tuple(sorted(k for k, a in schema.attributes.items() if a.required)),
         {c.type_param_str: tuple(c.allowed_type_strs) for c in schema.type_constraints},
     )
+
+
+def _attribute_type(known: Any) -> ir.AttributeType:
+    return ir.AttributeType[known.type.name]
 
 
 def _formal(parameter: onnx.defs.OpSchema.FormalParameter) -> Formal:
@@ -101,7 +104,7 @@ def attribute(name: str, value: Any, type_: ir.AttributeType | None) -> ir.Attr:
     Raises:
         TypeError: the value is of another kind.
     """
-    if isinstance(value, type) and issubclass(value, TensorType):
+    if notation.is_tensor(value):
         value = int(value.dtype)  # op.Cast(x, to=FLOAT16)
     elif isinstance(value, ir.DataType):
         value = int(value)

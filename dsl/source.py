@@ -1,4 +1,7 @@
-"""The syntax tree of one function, from the whole file: dedenting its text alone fails where a string reaches column 0."""
+"""The syntax tree of one function, from the whole file.
+
+Dedenting the text of a function alone fails where a string of it reaches column 0.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +57,11 @@ def definition(f: types.FunctionType) -> ast.FunctionDef:
             if isinstance(node, ast.FunctionDef) and node.name == f.__name__:
                 begin = node.decorator_list[0].lineno if node.decorator_list else node.lineno
                 if begin == first:
-                    return _copied(node)
+                    copy: ast.FunctionDef = _copied(node)
+                    return copy
     message = (
-        f"the source of `{f.__name__}` is not found: functions from a prompt, from exec, or from a file that changed "
+        f"the source of `{f.__name__}` is not found: functions from a prompt, from exec, or "
+        "from a file that changed "
         "since it was imported cannot be recorded. Write it in a file."
     )
     raise ContractError([Finding("E100", message, place(f))])

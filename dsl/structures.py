@@ -1,4 +1,4 @@
-"""Tuples, lists, mappings, NamedTuples and dataclasses of tensors, taken apart and put together again."""
+"""Structures of tensors (tuples, mappings, dataclasses): taken apart, put together again."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def contains(kind: type, x: Any) -> bool:
 
 
 def transform(f: Callable[[Any, str], Any], x: Any, kind: type, path: str = "") -> Any:
-    """``x`` with ``f(leaf, path)`` in the place of every leaf; what holds no ``kind`` is one leaf."""
+    """``x`` with ``f(leaf, path)`` for every leaf; what holds no ``kind`` is one leaf."""
     members = children(x)
     if isinstance(x, kind) or members is None or not contains(kind, x):
         return f(x, path)

@@ -1,4 +1,4 @@
-"""What the author's code sees of a value: operators record, indices record, and Python cannot decide on it."""
+"""What the author's code sees of a value: it records, and Python cannot decide on it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ class Operand(abc.ABC):
     def __bool__(self) -> bool:
         """Note a fault: a tensor has no content while the graph is built."""
         recorder.current().fault(
-            f"Python decides on the tensor {recorder.called(self.value)} here. Only if, for, while, and, or, not and "
-            "comparisons in the text of a @model or @function can; pass the decision in as a Python value, or "
+            f"Python decides on the tensor {recorder.called(self.value)} here. Only if, for, "
+            "while, and, or, not and "
+            "comparisons in the text of a @model or @function can; pass the decision in as a "
+            "Python value, or "
             "use op.Where."
         )
         return False
@@ -38,7 +40,8 @@ class Operand(abc.ABC):
     def __index__(self) -> int:
         """Fault: the number is not known."""
         recorder.current().stop(
-            f"{recorder.called(self.value)} is a tensor, and a Python number is wanted here; its value is known only "
+            f"{recorder.called(self.value)} is a tensor, and a Python number is wanted here; "
+            "its value is known only "
             "when the model runs."
         )
 
@@ -51,7 +54,8 @@ class Operand(abc.ABC):
     def __len__(self) -> int:
         """Fault: a length may not be known."""
         recorder.current().stop(
-            f"{recorder.called(self.value)} is a tensor: use `.shape[0]` where the length is declared, op.Shape else."
+            f"{recorder.called(self.value)} is a tensor: use `.shape[0]` where the length is "
+            "declared, op.Shape else."
         )
 
     def __iter__(self) -> Iterator[Any]:
@@ -79,7 +83,8 @@ class Operand(abc.ABC):
     def __setitem__(self, key: object, value: object) -> None:
         """Fault: tensors are values."""
         recorder.current().fault(
-            f"{recorder.called(self.value)} is a tensor, and tensors are values: items cannot be assigned. Write into a "
+            f"{recorder.called(self.value)} is a tensor, and tensors are values: items cannot "
+            "be assigned. Write into a "
             "cache with kv.CacheUpdate, or make a new tensor with op.ScatterND or op.Where."
         )
 
@@ -92,7 +97,7 @@ class Operand(abc.ABC):
 
     @property
     def shape(self) -> tuple[int | str | None, ...] | None:
-        """Dimensions: a number, a name, or None where neither is known; None: the rank is not known."""
+        """Dimensions: numbers, names, or None; None for all: the rank is not known."""
         shape = self.value.shape
         return None if shape is None else tuple(d if isinstance(d, int) else d.value for d in shape)
 
@@ -224,9 +229,9 @@ class Tensor(Operand):
         return self._value
 
 
-def _binary(name: str, a: Any, b: Any) -> Any:
+def _binary(name: str, a: Any, b: Any) -> Tensor:
     if not all(map(_can_be_operand, (a, b))):
-        return NotImplemented
+        return NotImplemented  # type: ignore[no-any-return]
     return Tensor(arithmetic.binary(name, plain(a), plain(b)))
 
 

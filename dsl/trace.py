@@ -15,9 +15,9 @@ from onnx_inplace.compiler import contract, program
 from onnx_inplace.compiler.contract import Access
 from onnx_inplace.compiler.errors import ContractError, Finding, Location
 from onnx_inplace.dsl import (
-    annotations,
     calls,
     hooks,
+    notation,
     parameters,
     prune,
     recorder,
@@ -61,7 +61,7 @@ class Subject:
         location = source.place(f)
         signature = inspect.signature(f)
         try:
-            hints = annotations.evaluated(f, namespace)
+            hints = notation.evaluated(f, namespace)
         except Exception as error:  # whatever the author's annotations raise
             message = f"an annotation of {f.__name__} cannot be evaluated here: {error}."
             raise ContractError([Finding("E100", message, location)]) from error
@@ -138,7 +138,7 @@ def _run(
     """Execute the staged function, and take apart what it returns."""
     staged = staging.staged(subject.f, source.definition(subject.f), hooks)
     try:
-        with onnxscript.evaluator.default_as(calls.Evaluator()):  # type: ignore[arg-type]
+        with onnxscript.evaluator.default_as(calls.Evaluator()):
             result = staged(**arguments)
     except ContractError:
         raise

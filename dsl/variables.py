@@ -1,4 +1,4 @@
-"""Variables of the author's code around a block: looking at them, assigning them, and having no value."""
+"""Variables of the author's code around a block: what they hold, and having no value."""
 
 from __future__ import annotations
 

@@ -48,8 +48,9 @@ class Weight(tensor.Operand):
 def weight(array: Any, name: str) -> Weight:
     """Make ``array`` an initializer called ``name`` of the models that use it.
 
-    The content is neither copied nor read here: a ``numpy.memmap`` and onnx_ir's lazy and external tensors stay
-    where they are until the model is saved. In a @function, which has no initializers, it becomes a constant.
+    The content is neither copied nor read here: a ``numpy.memmap`` and onnx_ir's lazy and
+    external tensors stay where they are until the model is saved. In a @function, which has no
+    initializers, it becomes a constant.
 
     Args:
         array: numpy (ml_dtypes' types included), onnx_ir or onnx tensor.

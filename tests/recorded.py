@@ -1,4 +1,4 @@
-"""What the DSL's tests ask of a program: its nodes, what it computes elsewhere, why it was refused."""
+"""What the tests of the DSL ask of a program: its nodes, its results, why it was refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # ruff: noqa: F841, B007, RUF021  (programs as authors write them, faulty ones among them)
-"""Python values run, tensors record: if, for, while, and, or, not, comparisons, conditional expressions."""
+"""Python values run, tensors record: statements and expressions that decide."""
 
 import numpy as np
 import pytest
