@@ -14,6 +14,10 @@ from onnx_inplace.compiler.classes import Restriction
 from onnx_inplace.compiler.contract import OutputAlias
 from onnx_inplace.compiler.errors import Finding, Location
 
+# Key in ir.Value.meta: the author's variable, "" for what was assigned to none. Names of values are
+# the variables with a number behind them, and say less.
+VARIABLE = "onnx_inplace.variable"
+
 Locate = Callable[["ir.Node | None"], "Location | None"]
 Live = Mapping[ir.Value, int]
 
@@ -35,7 +39,10 @@ class _Entry:
 
 
 def _called(value: ir.Value) -> str:
-    return f"`{value.name}`"
+    variable, producer = value.meta.get(VARIABLE), value.producer()
+    if variable == "" and producer is not None:
+        return f"the result of `{producer.op_type}`"
+    return f"`{variable or value.name}`"
 
 
 def _operator(node: ir.Node) -> str:
@@ -117,6 +124,8 @@ class Diagnosis:
         writer = self._replaced.get((root, version))
         line = "this line" if writer is None else self._line(writer, node)
         now = self._now(root, live)
+        if now == _called(value):  # the variable was assigned again: its name would help nobody
+            now = None
         text = f"{_called(value)} was overwritten in place at {line}"
         return f"{text} and is now called {now}." if now else f"{text}.", now, line
 

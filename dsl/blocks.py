@@ -64,7 +64,7 @@ def close(block: recorder.Block, results: Sequence[ir.Value], location: Location
 
 def identity(r: recorder.Recorder, value: ir.Value, location: Location) -> ir.Value:
     """Another name of ``value``, of this block."""
-    name = str(value.meta.get(recorder.VARIABLE, value.name))
+    name = str(value.meta.get(recorder.VARIABLE) or value.name)
     [again] = r.emit("", "Identity", [value], outputs=[name], location=location)
     producer = again.producer()
     if producer is not None:

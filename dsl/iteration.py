@@ -84,7 +84,9 @@ Items = Range | While | Scanned
 
 
 def scan(*inputs: Any, axis: int | tuple[int, ...] = 0, reverse: bool = False) -> Any:
-    """Make a loop along tensors, a Scan: ``for x, y in scan(xs, ys):``.
+    """Go along tensors, step by step: a Scan.
+
+    ``for x, y in scan(xs, ys):`` gives the body one slice of each tensor a step.
 
     Variables that the body assigns are carried from step to step, and hold their last value
     afterwards; what is wanted of every step is collected with ``stack``.

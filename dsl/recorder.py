@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 import onnx_ir as ir
 
 from onnx_inplace.compiler import operators, program
+from onnx_inplace.compiler.diagnosis import VARIABLE
 from onnx_inplace.compiler.errors import ContractError, Finding, Location
 from onnx_inplace.dsl import inference, places
 
 SOURCE = "onnx_inplace.source"  # key in NodeProto.metadata_props: file.py:line
-VARIABLE = "onnx_inplace.variable"  # key in ir.Value.meta: what the author calls the value
 SMALL = 256  # bytes; larger constants of a model are initializers, which a file may keep outside
 
 
@@ -296,8 +296,7 @@ class Recorder:
             self._owner[value] = block
             if isinstance(outputs, int):
                 self._anonymous[value] = None
-            else:
-                value.meta[VARIABLE] = stem
+            value.meta[VARIABLE] = "" if isinstance(outputs, int) else stem
         if infer:
             try:
                 inference.infer(node)
@@ -361,7 +360,7 @@ def _shape(tensor: ir.TensorProtocol) -> ir.Shape:
 def called(value: ir.Value) -> str:
     """What a message calls ``value``: the author's variable, or the operator that made it."""
     variable, producer = value.meta.get(VARIABLE), value.producer()
-    if variable is None and producer is not None:
+    if not variable and producer is not None:
         return f"the result of {producer.op_type}"
     return f"`{variable or value.name}`"
 
