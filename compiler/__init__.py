@@ -1,8 +1,9 @@
 """What a model promises: from a declaration to a checked program, to a file, and back."""
 
+from onnx_inplace.compiler.errors import explain
 from onnx_inplace.compiler.loader import Loaded, load
 from onnx_inplace.compiler.planner import plan
-from onnx_inplace.compiler.program import CheckedFunction, Declaration, Program, build
+from onnx_inplace.compiler.program import CheckedFunction, Declaration, Program, build, save
 from onnx_inplace.compiler.recovery import restore
 
 __all__ = [
@@ -11,7 +12,9 @@ __all__ = [
     "Loaded",
     "Program",
     "build",
+    "explain",
     "load",
     "plan",
     "restore",
+    "save",
 ]

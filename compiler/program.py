@@ -90,6 +90,11 @@ class Program:
         return weights.embed(self.proto, self.weights)
 
 
+def save(program: Program, path: str | os.PathLike[str]) -> None:
+    """Write a program, see ``Program.save``."""
+    program.save(path)
+
+
 def check_function(declaration: Declaration) -> CheckedFunction:
     """Analyse a function.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import file_programs
+import ml_dtypes
 import numpy as np
 import onnx_ir
 import pytest
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from onnx_inplace import compiler
 from onnx_inplace.cli.commands import app
 from onnx_inplace.compiler import errors, facts, schema
+from onnx_inplace.dsl import BFLOAT16, Alias, Mutable, kv, model
 
 GOOD = """
 import helper_of_mine
@@ -286,6 +288,20 @@ def test_run_saves_results(arrays: Path) -> None:
     results = json.loads(run(*sizes, "--json"))["results"]
     assert results["count"] == {"dtype": "int64", "shape": [], "alias_of": None, "values": 2}
     assert results["updated_cache"]["alias_of"] == "cache"
+
+
+def test_run_on_types_that_numpy_has_no_name_for(folder: Path) -> None:
+    @model
+    def halves(cache: Mutable[BFLOAT16[2, 4]], x: BFLOAT16[2, 4]) -> Alias["cache"]:
+        return kv.Assign(cache, x)
+
+    halves.save("halves.onnx")
+    ones = np.ones((2, 4), ml_dtypes.bfloat16)
+    np.save("x.npy", ones)
+    np.save("cache.npy", np.zeros_like(ones))
+    assert np.load("x.npy").dtype.kind == "V"
+    ok("run", "halves.onnx", "--input", "x=x.npy", "--cache", "cache=cache.npy")
+    np.testing.assert_array_equal(np.load("cache.npy").view(ml_dtypes.bfloat16), ones)
 
 
 def test_run_that_does_not_fit(arrays: Path) -> None:

@@ -5,11 +5,13 @@ from typing import Any
 
 import file_programs
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 
 from onnx_inplace import compiler
-from onnx_inplace.compiler import alias, contract, facts, schema
+from onnx_inplace.compiler import alias, contract, errors, facts, program, schema
+from onnx_inplace.compiler.contract import Access
 from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, function, kv, model, op
 
 
@@ -202,6 +204,52 @@ def test_two_functions_of_one_name_in_two_domains() -> None:
         "two:write:",
     }
     compiler.load(both)
+
+
+def test_functions_with_overloads() -> None:
+    """Two functions that only their overload tells apart, with different contracts."""
+
+    def write(overload: str, state: int) -> program.Declaration:
+        values = [ir.val(n, ir.DataType.FLOAT, [4]) for n in "ab"]
+        node = ir.Node("onnx_inplace", "Assign", [values[state], values[1 - state]], version=1)
+        node.outputs[0].name = "updated"
+        access = [Access.READ_ONLY, Access.READ_ONLY]
+        access[state] = Access.READ_WRITE
+        imports = {"": 24, "onnx_inplace": 1}
+        graph = ir.Graph(values, node.outputs, nodes=[node], opset_imports=imports)
+        function = ir.Function("local", "write", overload, graph=graph, attributes=[])
+        place = errors.Location(__file__, 1)
+        return program.Declaration(function, tuple(access), ("ab"[state],), (), place)
+
+    functions = write("first", 0), write("second", 1)
+    s, x = (ir.val(n, ir.DataType.FLOAT, [4]) for n in "sx")
+    one = ir.Node("local", "write", [s, x], overload="first", version=1)
+    two = ir.Node("local", "write", [x, one.outputs[0]], overload="second", version=1)
+    for node, name in ((one, "one"), (two, "two")):
+        node.outputs[0].name = name
+    graph = ir.Graph(
+        [s, x], two.outputs, nodes=[one, two], opset_imports={"": 24, "local": 1}, name="both"
+    )
+    built = compiler.build(
+        program.Declaration(
+            ir.Function("model", "both", graph=graph, attributes=[]),
+            (Access.READ_WRITE, Access.READ_ONLY),
+            ("s",),
+            functions,
+            errors.Location(__file__, 1),
+        )
+    )
+    assert {
+        str(v) for k, v in facts.stored(built.proto).items() if k.where is facts.Where.NODE
+    } == {
+        "output 0 is input 0",
+        "output 0 is input 1",
+    }
+    assert set(json.loads(built.proto.metadata_props[0].value)["functions"]) == {
+        "local:write:first",
+        "local:write:second",
+    }
+    assert compiler.load(built.serialized).program.proto == built.proto
 
 
 def test_a_function_is_analysed_once(monkeypatch: pytest.MonkeyPatch) -> None:

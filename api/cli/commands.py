@@ -215,8 +215,11 @@ def run(
     arguments = {name: values.cache(text, name) for name, text in stored}
     targets = values.pairs(saves or [], "--save", "NAME=FILE.npy")
     session = onnx_inplace.Session(model, threads=threads)
+    for port in session.inputs:
+        if isinstance(given.get(port.name), np.ndarray):
+            given[port.name] = values.typed(given[port.name], port.dtype)
     storage = {
-        port.name: _storage(session, port.name, arguments.pop(port.name, None))
+        port.name: _storage(session, port, arguments.pop(port.name, None))
         for port in session.mutable_inputs
     }
     if arguments:
@@ -236,10 +239,10 @@ def run(
         print(f"{name}{alias}  {values.describe(array)}")
 
 
-def _storage(session: Any, name: str, argument: values.CacheArgument | None) -> Any:
+def _storage(session: Any, port: Any, argument: values.CacheArgument | None) -> Any:
     if argument is not None and argument.path is not None:
-        return values.open_cache(argument)
-    return session.allocate(name, **(argument.dims if argument is not None else {}))
+        return values.typed(values.open_cache(argument), port.dtype)
+    return session.allocate(port.name, **(argument.dims if argument is not None else {}))
 
 
 def _save(arrays: dict[str, Any], targets: dict[str, str]) -> None:

@@ -82,6 +82,13 @@ def _load(path: Path, name: str, option: str, mode: str | None) -> np.ndarray[An
     return array
 
 
+def typed(array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """``.npy`` files know no bfloat16 and the like: they come back as bytes of the same size."""
+    if array.dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize:
+        return array.view(dtype)
+    return array
+
+
 def describe(array: np.ndarray[Any, Any], limit: int = 6) -> str:
     """Type, shape, and a few numbers of an array."""
     shape = ", ".join(map(str, array.shape))
