@@ -66,12 +66,10 @@ def inputs(nodes: Sequence[ir.Node]) -> list[ir.Value]:
 
 def _stands_inside(value: ir.Value) -> bool:
     tensor = _tensor(value)
-    # sub-byte elements and strings have no array that a session could share
-    return (
-        tensor.nbytes < weights.LARGE
-        or tensor.dtype.bitwidth < 8
-        or tensor.dtype == ir.DataType.STRING
-    )
+    if tensor.dtype == ir.DataType.STRING:
+        return True
+    # elements of less than a byte have no array that a session could share
+    return tensor.nbytes < weights.LARGE or tensor.dtype.bitwidth < 8
 
 
 def _initializer(value: ir.Value) -> onnx.TensorProto:

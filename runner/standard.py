@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 from onnxruntime.capi import onnxruntime_pybind11_state as ort
 
 from onnx_inplace.compiler.steps import Block, ExecutionPlan, Storage, SubSession, Value
@@ -41,7 +42,7 @@ class SubSessionRunner:
         self._owner = loader.load(step)
         self._session = self._owner._sess  # the layer below costs a third of a call less
         self._plain = all(
-            value.dtype is not None and value.dtype.bitwidth >= 8 and value.dtype.name != "STRING"
+            value.dtype not in (None, ir.DataType.STRING) and value.dtype.bitwidth >= 8
             for value in (plan.values[p.slot] for p in (*step.inputs, *step.outputs))
         )
         self._step = step
