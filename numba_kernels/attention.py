@@ -35,16 +35,16 @@ def workspace_size(head_size: int, value_size: int) -> int:
     return (ROWS * (head_size + value_size + 2) + TILE * (head_size + value_size + 1)) * 4
 
 
-@njit(fastmath={"reassoc", "contract", "nsz"})  # type: ignore[misc]
-def _dot(a, i, b, j, count):  # type: ignore[no-untyped-def]
+@njit(fastmath={"reassoc", "contract", "nsz"})
+def _dot(a, i, b, j, count):
     total = np.float32(0)
     for d in range(count):
         total += a[i + d] * b[j + d]
     return total
 
 
-@njit  # type: ignore[misc]
-def _score(s, first, last, q, row, keys, size, scale, softcap):  # type: ignore[no-untyped-def]
+@njit
+def _score(s, first, last, q, row, keys, size, scale, softcap):
     """``s[first:last]``: scaled and capped products of a query row with the keys of a tile."""
     for j in range(first, last):
         s[j] = scale * _dot(q, row * size, keys, j * size, size)
@@ -53,8 +53,8 @@ def _score(s, first, last, q, row, keys, size, scale, softcap):  # type: ignore[
             s[j] = softcap * np.float32(math.tanh(s[j] / softcap))
 
 
-@njit  # type: ignore[misc]
-def _mask(s, first, last, mask, size):  # type: ignore[no-untyped-def]
+@njit
+def _mask(s, first, last, mask, size):
     """Apply a row of the mask, which begins at the first key of the tile."""
     if size == 1:
         allowed = carray(uint8_at(mask), (last,))
@@ -67,8 +67,8 @@ def _mask(s, first, last, mask, size):  # type: ignore[no-untyped-def]
             s[j] += bias[j]
 
 
-@njit(fastmath={"contract"})  # type: ignore[misc]
-def _accumulate(s, first, last, top_of, sum_of, row, o, values, size):  # type: ignore[no-untyped-def]
+@njit(fastmath={"contract"})
+def _accumulate(s, first, last, top_of, sum_of, row, o, values, size):
     """One step of the online softmax: scores ``s[first:last]`` and their values join a row."""
     top = top_of[row]
     for j in range(first, last):
@@ -103,8 +103,8 @@ def _accumulate(s, first, last, top_of, sum_of, row, o, values, size):  # type: 
             o[begin + d] += p * values[v0 + d]
 
 
-@njit  # type: ignore[misc]
-def _block(x, at, b, h, row, rows, length, start, space):  # type: ignore[no-untyped-def]
+@njit
+def _block(x, at, b, h, row, rows, length, start, space):
     """Rows ``row .. row + rows`` of kv head ``h``: row ``t * group + g`` is token t in head g."""
     size, value_size = x.head_size, x.value_size
     scale, softcap = float_of_bits(x.scale), float_of_bits(x.softcap)
@@ -164,9 +164,7 @@ def _block(x, at, b, h, row, rows, length, start, space):  # type: ignore[no-unt
 
 
 @kernel(layout.KERNEL)
-def attend(  # type: ignore[no-untyped-def]
-    layout_at, query, key, value, output, lengths, mask, sinks, space, worker, workers
-):
+def attend(layout_at, query, key, value, output, lengths, mask, sinks, space, worker, workers):
     """Attention as ``layout_at`` (address of a Layout as int64 array) says, the part of a worker.
 
     ``space``: for each worker ``workspace_size`` bytes. For the other arguments see Places.

@@ -41,9 +41,9 @@ def make_scores(kind: int, size: int, group: int) -> Any:
     tokens = LANES // head_lanes(group)
     distance = TILE * size * SIZES[kind]
 
-    @intrinsic  # type: ignore[misc]
-    def scores(typing_context, keys, stride, count, queries, to):  # type: ignore[no-untyped-def]
-        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    @intrinsic
+    def scores(typing_context, keys, stride, count, queries, to):
+        def generate(context, builder, signature, arguments):
             e = Emitter(builder)
             keys, stride, count, queries, to = arguments
             last = e.add(count, -1)
@@ -85,9 +85,9 @@ def make_soften(group: int) -> Any:
     """
     tokens = LANES // head_lanes(group)
 
-    @intrinsic  # type: ignore[misc]
-    def soften(typing_context, scores, count, state):  # type: ignore[no-untyped-def]
-        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    @intrinsic
+    def soften(typing_context, scores, count, state):
+        def generate(context, builder, signature, arguments):
             e = Emitter(builder)
             scores, count, state = arguments
             groups = e.groups(count, tokens)
@@ -131,9 +131,9 @@ def make_gather(kind: int, size: int, group: int) -> Any:
     heads_at_once = max(1, _REGISTERS // len(columns))
     distance = TILE * size * SIZES[kind]
 
-    @intrinsic  # type: ignore[misc]
-    def gather(typing_context, values, stride, count, weights, state, sums):  # type: ignore[no-untyped-def]
-        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    @intrinsic
+    def gather(typing_context, values, stride, count, weights, state, sums):
+        def generate(context, builder, signature, arguments):
             e = Emitter(builder)
             values, stride, count, weights, state, sums = arguments
             last, groups = e.add(count, -1), e.groups(count, tokens)

@@ -15,12 +15,12 @@ FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2  # the ``kind`` of elements at an address
 SIZES = (4, 2, 2)  # bytes of an element, by kind
 
 
-def _pointer(element, number):  # type: ignore[no-untyped-def]
+def _pointer(element, number):
     """An intrinsic ``pointer(address)`` to elements of one type, for ``carray``."""
 
-    @intrinsic  # type: ignore[misc]
-    def pointer(typing_context, place):  # type: ignore[no-untyped-def]
-        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    @intrinsic
+    def pointer(typing_context, place):
+        def generate(context, builder, signature, arguments):
             return builder.inttoptr(arguments[0], element.as_pointer())
 
         return types.CPointer(number)(types.int64), generate
@@ -34,28 +34,28 @@ uint8_at = _pointer(ir.IntType(8), types.uint8)
 int64_at = _pointer(ir.IntType(64), types.int64)
 
 
-@intrinsic  # type: ignore[misc]
-def float_of_bits(typing_context, bits):  # type: ignore[no-untyped-def]
+@intrinsic
+def float_of_bits(typing_context, bits):
     """The float32 whose bits are the low half of an int64."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         return builder.bitcast(builder.trunc(arguments[0], ir.IntType(32)), ir.FloatType())
 
     return types.float32(types.int64), generate
 
 
-@intrinsic  # type: ignore[misc]
-def bits_of_float(typing_context, number):  # type: ignore[no-untyped-def]
+@intrinsic
+def bits_of_float(typing_context, number):
     """The bits of a float32, 0 <= bits < 2**32."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         return builder.zext(builder.bitcast(arguments[0], ir.IntType(32)), ir.IntType(64))
 
     return types.int64(types.float32), generate
 
 
 @njit
-def float32_of_float16(bits):  # type: ignore[no-untyped-def]
+def float32_of_float16(bits):
     """Exact, for subnormal numbers, infinities and NaN too."""
     sign, rest = (bits & 0x8000) << 16, bits & 0x7FFF
     # moved to float32's exponent and fraction, the number is 2**112 too small, subnormal or not
@@ -65,7 +65,7 @@ def float32_of_float16(bits):  # type: ignore[no-untyped-def]
 
 
 @njit
-def float16_of_float32(number):  # type: ignore[no-untyped-def]
+def float16_of_float32(number):
     """Rounded to nearest even; what is too large becomes infinity, NaN stays NaN."""
     bits = bits_of_float(number)
     sign, rest = (bits >> 16) & 0x8000, bits & 0x7FFFFFFF
@@ -81,7 +81,7 @@ def float16_of_float32(number):  # type: ignore[no-untyped-def]
 
 
 @njit
-def bfloat16_of_float32(number):  # type: ignore[no-untyped-def]
+def bfloat16_of_float32(number):
     """Rounded to nearest even; NaN stays NaN."""
     bits = bits_of_float(number)
     if bits & 0x7FFFFFFF > 0x7F800000:
@@ -90,7 +90,7 @@ def bfloat16_of_float32(number):  # type: ignore[no-untyped-def]
 
 
 @njit
-def widen(target, begin, count, source, kind):  # type: ignore[no-untyped-def]
+def widen(target, begin, count, source, kind):
     """``target[begin : begin + count]`` (float32) = ``count`` elements at address ``source``."""
     if kind == FLOAT32:
         numbers = carray(float32_at(source), (count,))
@@ -107,7 +107,7 @@ def widen(target, begin, count, source, kind):  # type: ignore[no-untyped-def]
 
 
 @njit
-def narrow(target, count, source, begin, kind):  # type: ignore[no-untyped-def]
+def narrow(target, count, source, begin, kind):
     """``count`` elements at address ``target`` = ``source[begin : begin + count]`` (float32)."""
     if kind == FLOAT32:
         numbers = carray(float32_at(target), (count,))
@@ -124,7 +124,7 @@ def narrow(target, count, source, begin, kind):  # type: ignore[no-untyped-def]
 
 
 @njit
-def exp2(x):  # type: ignore[no-untyped-def]
+def exp2(x):
     """2**x for x <= 0, relative error 2e-7; 0 below -126."""
     if x < np.float32(-126):
         return np.float32(0)

@@ -16,9 +16,9 @@ _ARGUMENTS = 11
 SIGNATURE = "void(" + ",".join(["int64"] * 11) + ")"
 
 
-@intrinsic  # type: ignore[misc]
-def _call(typing_context, function, arguments):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
+@intrinsic
+def _call(typing_context, function, arguments):
+    def generate(context, builder, signature, values):
         kernel = ir.FunctionType(ir.VoidType(), [_INT] * _ARGUMENTS).as_pointer()
         inputs = [builder.extract_value(values[1], k) for k in range(_ARGUMENTS)]
         builder.call(builder.inttoptr(values[0], kernel), inputs)
@@ -28,15 +28,13 @@ def _call(typing_context, function, arguments):  # type: ignore[no-untyped-def]
 
 
 @on_demand(SIGNATURE)
-def invoke(  # type: ignore[no-untyped-def]
-    function, layout, query, key, value, output, lengths, mask, sinks, space, workers
-):
+def invoke(function, layout, query, key, value, output, lengths, mask, sinks, space, workers):
     """Run ``function`` on the calling thread, as the first of ``workers``."""
     _call(function, (layout, query, key, value, output, lengths, mask, sinks, space, 0, workers))
 
 
 @on_demand(SIGNATURE, parallel=True)
-def invoke_parallel(  # type: ignore[no-untyped-def]
+def invoke_parallel(
     function, layout, query, key, value, output, lengths, mask, sinks, space, workers
 ):
     """Run ``function`` on ``workers`` threads."""

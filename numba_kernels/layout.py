@@ -79,8 +79,8 @@ def bits(number: float) -> int:
     return pattern
 
 
-@njit  # type: ignore[misc]
-def read(address):  # type: ignore[no-untyped-def]
+@njit
+def read(address):
     """The Layout at an address."""
     n = carray(int64_at(address), (32,))
     return Layout(
@@ -91,16 +91,16 @@ def read(address):  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-@njit  # type: ignore[misc]
-def visible(x, length, position):  # type: ignore[no-untyped-def]
+@njit
+def visible(x, length, position):
     """First, and one past the last of ``length`` keys that a query at ``position`` sees."""
     low = max(0, position - x.left) if x.left >= 0 else 0
     high = min(length, position + x.right + 1) if x.right >= 0 else length
     return low, max(low, high)
 
 
-@njit  # type: ignore[misc]
-def extent(x, lengths, b):  # type: ignore[no-untyped-def]
+@njit
+def extent(x, lengths, b):
     """Valid keys of a row of the batch, and the position of its first query."""
     length = carray(int64_at(lengths), (x.batch,))[b]
     start = length - x.tokens if x.at_end else 0

@@ -95,7 +95,11 @@ def _field_address(array: np.ndarray[Any, Any]) -> int:
 
 
 def _field_is_right() -> bool:
-    probes = [np.zeros(3), np.zeros((4, 4), np.uint8)[1:, 2:], np.asarray(3)]
+    probes: list[np.ndarray[Any, Any]] = [
+        np.zeros(3),
+        np.zeros((4, 4), np.uint8)[1:, 2:],
+        np.asarray(3),
+    ]
     return all(_field_address(p) == _documented_address(p) for p in probes)
 
 
@@ -107,11 +111,11 @@ address: Callable[[np.ndarray[Any, Any]], int] = (
 """Address of the first element of an array."""
 
 
-@intrinsic  # type: ignore[misc]
-def copy(typing_context, target, source, size):  # type: ignore[no-untyped-def]
+@intrinsic
+def copy(typing_context, target, source, size):
     """Copy ``size`` bytes between places that do not overlap."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         to, source, size = arguments
         to, source = builder.inttoptr(to, _BYTE), builder.inttoptr(source, _BYTE)
         cgutils.raw_memcpy(builder, to, source, size, 1)
@@ -120,12 +124,12 @@ def copy(typing_context, target, source, size):  # type: ignore[no-untyped-def]
     return types.void(types.int64, types.int64, types.int64), generate
 
 
-def _loader(element, result):  # type: ignore[no-untyped-def]
+def _loader(element, result):
     """An intrinsic ``load(address)``; integers are sign-extended."""
 
-    @intrinsic  # type: ignore[misc]
-    def load(typing_context, place):  # type: ignore[no-untyped-def]
-        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    @intrinsic
+    def load(typing_context, place):
+        def generate(context, builder, signature, arguments):
             value = builder.load(builder.inttoptr(arguments[0], element.as_pointer()))
             value.align = 1
             if isinstance(element, ir.IntType) and element.width < 64:
@@ -141,11 +145,11 @@ load_int64 = _loader(ir.IntType(64), types.int64)
 load_int32 = _loader(ir.IntType(32), types.int64)
 
 
-@intrinsic  # type: ignore[misc]
-def store_int64(typing_context, place, value):  # type: ignore[no-untyped-def]
+@intrinsic
+def store_int64(typing_context, place, value):
     """Write one int64."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         place, value = arguments
         builder.store(value, builder.inttoptr(place, ir.IntType(64).as_pointer())).align = 1
         return context.get_dummy_value()
@@ -153,11 +157,11 @@ def store_int64(typing_context, place, value):  # type: ignore[no-untyped-def]
     return types.void(types.int64, types.int64), generate
 
 
-@intrinsic  # type: ignore[misc]
-def fetch_add(typing_context, place, number):  # type: ignore[no-untyped-def]
+@intrinsic
+def fetch_add(typing_context, place, number):
     """Add to an int64 that threads share; its value before."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         place, number = arguments
         pointer = builder.inttoptr(place, ir.IntType(64).as_pointer())
         return builder.atomic_rmw("add", pointer, number, "seq_cst")

@@ -44,18 +44,18 @@ def make_pack(kind: int, size: int) -> Any:
                     rows[i], rows[i | distance] = e.shuffle(a, b, low), e.shuffle(a, b, high)
         return rows
 
-    @intrinsic  # type: ignore[misc]
-    def pack(typing_context, keys, key_stride, values, value_stride, count, to_keys, to_values):  # type: ignore[no-untyped-def]
-        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    @intrinsic
+    def pack(typing_context, keys, key_stride, values, value_stride, count, to_keys, to_values):
+        def generate(context, builder, signature, arguments):
             e = Emitter(builder)
             keys, key_stride, values, value_stride, count, to_keys, to_values = arguments
             last = e.add(count, -1)
-            with e.loop(e.int(TILE // LANES)) as g:
+            with e.loop(e.whole(TILE // LANES)) as g:
                 first = e.times(g, LANES)
                 tokens = [e.least(e.add(first, j), last) for j in range(LANES)]
                 key_rows = [e.add(keys, e.times(t, key_stride)) for t in tokens]
                 value_rows = [e.add(values, e.times(t, value_stride)) for t in tokens]
-                with e.loop(e.int(size // LANES)) as c:
+                with e.loop(e.whole(size // LANES)) as c:
                     column = e.times(c, LANES)
                     offset = e.times(column, item)
                     rows = transpose(e, [e.load(e.add(row, offset), kind) for row in key_rows])
@@ -96,7 +96,7 @@ def make_product(depth: int, columns: int, keep: bool) -> Any:
                 if keep:
                     start = builder.fmul(e.load_all(e.add(factors, row * 4)), e.load(place))
                 builder.store(start, kept[row, v][1])
-        with e.loop(e.int(depth // _UNROLLED)) as g:
+        with e.loop(e.whole(depth // _UNROLLED)) as g:
             now = {key: builder.load(variable) for key, (_, variable) in kept.items()}
             for u in range(_UNROLLED):
                 d = e.add(e.times(g, _UNROLLED), u)
@@ -111,13 +111,13 @@ def make_product(depth: int, columns: int, keep: bool) -> Any:
         for place, variable in kept.values():
             e.store(builder.load(variable), place)
 
-    @intrinsic  # type: ignore[misc]
-    def product(typing_context, a, b, c, factors):  # type: ignore[no-untyped-def]
-        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    @intrinsic
+    def product(typing_context, a, b, c, factors):
+        def generate(context, builder, signature, arguments):
             e = Emitter(builder)
             a, b, c, factors = arguments
             pairs, rest = divmod(columns // LANES, 2)
-            with e.loop(e.int(pairs)) as g:
+            with e.loop(e.whole(pairs)) as g:
                 offset = e.times(g, 2 * LANES * 4)
                 panel(e, a, e.add(b, offset), e.add(c, offset), factors, 2)
             if rest:
@@ -130,8 +130,8 @@ def make_product(depth: int, columns: int, keep: bool) -> Any:
     return product
 
 
-@intrinsic  # type: ignore[misc]
-def soften(typing_context, scores, limits, top, total, factors):  # type: ignore[no-untyped-def]
+@intrinsic
+def soften(typing_context, scores, limits, top, total, factors):
     """``soften(scores, limits, top, total, factors)``: scores of a block become weights.
 
     Shapes:
@@ -141,12 +141,12 @@ def soften(typing_context, scores, limits, top, total, factors):  # type: ignore
         factors:    (BLOCK) float32: becomes what older sums have to be multiplied with
     """
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         e = Emitter(builder)
         scores, limits, top, total, factors = arguments
         zero, lowest = e.constant(0.0), e.constant(LOWEST)
         lanes = [e.lanes(range(c, c + LANES)) for c in range(0, TILE, LANES)]
-        with e.loop(e.int(BLOCK)) as row:
+        with e.loop(e.whole(BLOCK)) as row:
             line, number = e.add(scores, e.times(row, TILE * 4)), e.times(row, 4)
             first = e.splat_int(e.load_int(e.add(limits, e.times(row, 16))))
             last = e.splat_int(e.load_int(e.add(e.add(limits, e.times(row, 16)), 8)))

@@ -36,8 +36,8 @@ class RowsLayout(NamedTuple):
     angle_row: int
 
 
-@njit  # type: ignore[misc]
-def _layout(address):  # type: ignore[no-untyped-def]
+@njit
+def _layout(address):
     n = carray(int64_at(address), (17,))
     return RowsLayout(
         n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10],
@@ -45,8 +45,8 @@ def _layout(address):  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-@njit  # type: ignore[misc]
-def _rotate(row, half, interleaved, cosines, sines):  # type: ignore[no-untyped-def]
+@njit
+def _rotate(row, half, interleaved, cosines, sines):
     """Rotate the pairs of a row, in place."""
     for i in range(half):
         first, second = (2 * i, 2 * i + 1) if interleaved else (i, half + i)
@@ -55,9 +55,7 @@ def _rotate(row, half, interleaved, cosines, sines):  # type: ignore[no-untyped-
 
 
 @on_demand("void(int64,int64,int64,int64,int64,int64,int64,int64)")
-def place(  # type: ignore[no-untyped-def]
-    layout, source, target, starts, positions, cosines, sines, space
-):
+def place(layout, source, target, starts, positions, cosines, sines, space):
     """Put rows (batch, heads, tokens) of ``source`` into ``target``, from token ``starts[b]`` on.
 
     Shapes:

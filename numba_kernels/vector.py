@@ -46,7 +46,7 @@ class Emitter:
     def __init__(self, builder: Any) -> None:
         self.builder = builder
 
-    def int(self, number: int) -> Value:
+    def whole(self, number: int) -> Value:
         """An int64."""
         return ir.Constant(_INT64, number)
 
@@ -56,11 +56,11 @@ class Emitter:
 
     def add(self, a: Value, b: Value | int) -> Value:
         """Sum of int64."""
-        return self.builder.add(a, self.int(b) if isinstance(b, int) else b)
+        return self.builder.add(a, self.whole(b) if isinstance(b, int) else b)
 
     def times(self, a: Value, b: Value | int) -> Value:
         """Product of int64."""
-        return self.builder.mul(a, self.int(b) if isinstance(b, int) else b)
+        return self.builder.mul(a, self.whole(b) if isinstance(b, int) else b)
 
     def least(self, a: Value, b: Value) -> Value:
         """The smaller int64."""
@@ -68,7 +68,7 @@ class Emitter:
 
     def groups(self, count: Value, size: int) -> Value:
         """How many groups of ``size`` hold ``count``."""
-        return self.builder.sdiv(self.add(count, size - 1), self.int(size))
+        return self.builder.sdiv(self.add(count, size - 1), self.whole(size))
 
     @contextmanager
     def loop(self, count: Value) -> Iterator[Value]:

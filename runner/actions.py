@@ -48,4 +48,4 @@ def result(slots: Slots, slot: int, reuse: bool, shape: tuple[int, ...], dtype: 
     array = slots[slot] if reuse else None
     if array is None or array.shape != shape or array.dtype != dtype:
         array = slots[slot] = np.empty(shape, dtype)
-    return array  # type: ignore[no-any-return]
+    return array

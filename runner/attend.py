@@ -162,13 +162,13 @@ class Call:
     def __init__(self, problem: Problem, kernels: Kernels) -> None:
         p = self.problem = problem
         self.shape = p.shape
-        facts = layout.Layout(
+        facts: list[int] = [
             p.batch, p.kv_heads, p.heads // p.kv_heads, p.tokens, p.head_size, p.value_size,
             *p.kinds, p.left, p.right, int(p.at_end), layout.bits(p.scale), layout.bits(p.softcap),
             *dataclasses.astuple(p.query), *dataclasses.astuple(p.key),
             *dataclasses.astuple(p.value), *dataclasses.astuple(p.output), *p.mask,
-        )  # fmt: skip
-        self._layout = np.array(facts, np.int64)
+        ]  # fmt: skip
+        self._layout = np.array(layout.Layout(*facts), np.int64)
         self._layout_address = address(self._layout)
         self._all = np.full(p.batch, p.capacity, np.int64)
         self._kernels, self._serial = kernels, kernels.serial
@@ -213,7 +213,7 @@ class Call:
         """Workspace in int64."""
         p = self.problem
         if self._decode is not None:
-            size = self._decode.workspace_size(p.batch * p.kv_heads * splits, workers)
+            size: int = self._decode.workspace_size(p.batch * p.kv_heads * splits, workers)
         elif self._prefill is not None:
             size = self._prefill.workspace_size(workers)
         else:

@@ -140,7 +140,7 @@ class _Geometry:
     length: int
     token: int
     batch: int
-    sizes: tuple[int, ...]
+    sizes: tuple[int, int, int, int, int, int]
     inside: bool
 
 
@@ -193,7 +193,8 @@ def _update_rows(
     if geometry.rows:
         kernel = dense.update_batch_inside if geometry.inside else dense.update_batch
         to, source = address(cache), address(values)
-        kernel(to, source, *geometry.sizes, address(positions), circular)
+        a, b, c, d, e, f = geometry.sizes
+        kernel(to, source, a, b, c, d, e, f, address(positions), circular)
 
 
 def _geometry(root: str, cache: Array, values: Array, axis: int, batch_axis: int) -> _Geometry:
@@ -213,10 +214,10 @@ def _geometry(root: str, cache: Array, values: Array, axis: int, batch_axis: int
     token = math.prod(shape[along + 1 :]) * cache.itemsize
     rows = math.prod(shape[:along]) if values.size else 0
     if over == along:  # no axis is left for a batch
-        return _Geometry(rows, capacity, length, token, 0, (), False)
+        return _Geometry(rows, capacity, length, token, 0, (0, 0, 0, 0, 0, 0), False)
     if over < along:
         outer, inner = math.prod(shape[:over]), math.prod(shape[over + 1 : along])
-        sizes: tuple[int, ...] = outer, shape[over], inner, capacity, length, token
+        sizes = outer, shape[over], inner, capacity, length, token
     else:
         outer, inner = math.prod(shape[:along]), math.prod(shape[along + 1 : over])
         block = math.prod(shape[over + 1 :]) * cache.itemsize

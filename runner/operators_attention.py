@@ -112,16 +112,15 @@ def _problem(
     if query.ndim == 4:
         batch, heads, tokens, head_size = query.shape
         kv_heads, capacity, value_size = key.shape[1], key.shape[2], value.shape[3]
-        expected = (batch, kv_heads, capacity, head_size), (batch, kv_heads, capacity, value_size)
+        expected_key: tuple[int, ...] = batch, kv_heads, capacity, head_size
+        expected_value: tuple[int, ...] = batch, kv_heads, capacity, value_size
     else:
         heads, kv_heads = attributes["q_num_heads"], attributes["kv_num_heads"]
         batch, tokens, capacity = query.shape[0], query.shape[1], key.shape[1]
         head_size, value_size = query.shape[2] // heads, value.shape[2] // kv_heads
-        expected = (
-            (batch, capacity, kv_heads * head_size),
-            (batch, capacity, kv_heads * value_size),
-        )
-    if (key.shape, value.shape) != expected or heads % kv_heads:
+        expected_key = batch, capacity, kv_heads * head_size
+        expected_value = batch, capacity, kv_heads * value_size
+    if (key.shape, value.shape) != (expected_key, expected_value) or heads % kv_heads:
         raise errors.StorageMismatch(
             f"Attention: Q {list(query.shape)}, K {list(key.shape)}, V {list(value.shape)}"
         )

@@ -98,7 +98,8 @@ def group_query_attention(step: steps.Kernel, settings: Settings) -> Action:
         return None if place is None else slots[place]
 
     def act(slots: Slots) -> None:
-        query, key, value = (_contiguous(value_of(slots, n)) for n in ("query", "key", "value"))
+        query = np.ascontiguousarray(value_of(slots, "query"))
+        key, value = (_contiguous(value_of(slots, n)) for n in ("key", "value"))
         past_key, past_value = value_of(slots, "past_key"), value_of(slots, "past_value")
         bias = value_of(slots, "attention_bias")
         mask = None if bias is None else mask_values(bias)
@@ -270,14 +271,12 @@ def _prepare(
 
     def layout(count: int, source: Heads, kind: int, target: Heads, rotated: int) -> Array:
         angle = cosines if cosines is not None else query
-        return np.array(
-            rows.RowsLayout(
-                batch, count, tokens, head_size, KINDS[query.dtype], kind, KINDS[angle.dtype],
-                rotated, int(attributes.get("rotary_interleaved", 0)), head_size * item,
-                *dataclasses.astuple(source), *dataclasses.astuple(target), angle.strides[0],
-            ),
-            np.int64,
-        )  # fmt: skip
+        facts: list[int] = [
+            batch, count, tokens, head_size, KINDS[query.dtype], kind, KINDS[angle.dtype],
+            rotated, int(attributes.get("rotary_interleaved", 0)), head_size * item,
+            *dataclasses.astuple(source), *dataclasses.astuple(target), angle.strides[0],
+        ]  # fmt: skip
+        return np.array(rows.RowsLayout(*facts), np.int64)
 
     source = packed if key is None else single
     scale = attributes.get("scale", 0.0)
