@@ -7,6 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnx_inplace.compiler.diagnosis import VARIABLE
 from onnx_inplace.compiler.errors import Location
 from onnx_inplace.dsl import literals, recorder
 from onnx_inplace.dsl.operations import standard
@@ -38,7 +39,7 @@ def condition(test: Operand, what: str) -> ir.Value:
         )
         return r.unknown()
     if value.shape is not None and value.shape.rank() > 0:
-        if any(isinstance(d, int) and d != 1 for d in value.shape) or value.shape.rank() > 1:
+        if any(d != 1 for d in value.shape) or value.shape.rank() > 1:
             r.fault(
                 f"`{what}` decides on one BOOL, and {name} has shape {value.shape}: reduce it, "
                 "for example with op.ReduceMin.",
@@ -64,7 +65,7 @@ def close(block: recorder.Block, results: Sequence[ir.Value], location: Location
 
 def identity(r: recorder.Recorder, value: ir.Value, location: Location) -> ir.Value:
     """Another name of ``value``, of this block."""
-    name = str(value.meta.get(recorder.VARIABLE) or value.name)
+    name = str(value.meta.get(VARIABLE) or value.name)
     [again] = r.emit("", "Identity", [value], outputs=[name], location=location)
     producer = again.producer()
     if producer is not None:

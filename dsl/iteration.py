@@ -180,9 +180,7 @@ def _scalar(r: recorder.Recorder, x: Any) -> Any:
             "E102",
         )
         return r.unknown()
-    if value.shape is not None and (
-        value.shape.rank() > 1 or any(isinstance(d, int) and d != 1 for d in value.shape)
-    ):
+    if value.shape is not None and (value.shape.rank() > 1 or any(d != 1 for d in value.shape)):
         r.fault(
             f"range of {recorder.called(value)}, which has shape {value.shape}: one number.", "E102"
         )

@@ -33,6 +33,14 @@ class Undefined(tensor.Operand):
             raise AttributeError(name)
         recorder.current().stop(f"`{self.name}` has no value here: {self.reason}.")
 
+    def __hash__(self) -> int:
+        """Fault: there is nothing to look up."""
+        recorder.current().stop(f"`{self.name}` has no value here: {self.reason}.", self.code)
+
+    def __format__(self, spec: str) -> str:
+        """Fault: there is nothing to write."""
+        recorder.current().stop(f"`{self.name}` has no value here: {self.reason}.", self.code)
+
     def __repr__(self) -> str:
         return f"<`{self.name}` has no value: {self.reason}>"
 
