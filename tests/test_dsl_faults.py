@@ -1,4 +1,4 @@
-# ruff: noqa: F841, E731  (programs as authors write them, faulty ones among them)
+# ruff: noqa: F841, B007, B023  (programs as authors write them, faulty ones among them)
 """Faults come at the author's line, all of a function at once, each once."""
 
 import subprocess
