@@ -207,10 +207,13 @@ class Diagnosis:
         text = f"{_operator(node)} writes to storage that it takes twice: {names}."
         return self._finding("E116", node, text, f"Pass `kv.Copy({other.name})` as the other one.")
 
-    def unmergeable(self, node: ir.Node | None, faults: Sequence[str]) -> Finding:
-        """E102: types or shapes of one storage differ."""
+    def unmergeable(self, node: ir.Node | None, value: ir.Value, faults: Sequence[str]) -> Finding:
+        """E102: types or shapes of one storage differ. Without a node ``value`` is a result."""
         text = " ".join(f"{fault[0].upper()}{fault[1:]}." for fault in faults)
-        return self._finding("E102", node, text, "Give both the same element type and shape.")
+        repair = "Give both the same element type and shape."
+        if node is None:
+            return self._result("E102", value, text, repair)
+        return self._finding("E102", node, text, repair)
 
     def no_port(self, node: ir.Node, a: OutputAlias) -> Finding:
         """E101: an alias of ports that the node does not have."""

@@ -18,6 +18,7 @@ import onnx_ir as ir
 
 from onnx_inplace.compiler import conditions, loader, merging, sizes, slicing
 from onnx_inplace.compiler.conditions import Kind, Linear, Requirement
+from onnx_inplace.compiler.errors import ContractError, Finding
 from onnx_inplace.compiler.extents import Extents
 from onnx_inplace.compiler.knowledge import Knowledge, bodies, is_control
 from onnx_inplace.compiler.sizes import Size
@@ -192,6 +193,8 @@ class _Builder:
                 key = (r.kind, name, offset, low, high, length)
                 self.direct.setdefault(key, Direct(bound, name, offset))
                 return
+        if r.node is None or is_control(r.node):  # no step that could check it before it matters
+            raise ContractError([_unproven(r)])
         reason = self.why_unknown(r, around)
         if reason is not None:
             self.late.append(Late(bound, reason))
@@ -286,3 +289,11 @@ def _rank(value: ir.Value) -> int | None:
 
 def _location(node: ir.Node | None) -> str | None:
     return None if node is None else node.metadata_props.get("onnx_inplace.source")
+
+
+def _unproven(r: Requirement) -> Finding:
+    """E102: a view comes back as its root, or from a body, in a shape that nobody knows."""
+    message = f"`{r.port}` is not known to have the shape that it must have as `{r.root}`."
+    return Finding(
+        "E102", message, None, f"Give it the shape of `{r.root}` by operators, not data."
+    )
