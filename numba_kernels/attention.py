@@ -16,8 +16,8 @@ from numba import carray, njit
 from onnx_inplace.numba_kernels import layout
 from onnx_inplace.numba_kernels.floats import (
     exp2,
-    float32_at,
     float_of_bits,
+    floats,
     narrow,
     uint8_at,
     widen,
@@ -36,71 +36,83 @@ def workspace_size(head_size: int, value_size: int) -> int:
 
 
 @njit(fastmath={"reassoc", "contract", "nsz"})
-def _dot(a, i, b, j, count):
-    total = np.float32(0)
+def _dot(a_at, b_at, count):
+    a, b, total = floats(a_at, count), floats(b_at, count), np.float32(0)
     for d in range(count):
-        total += a[i + d] * b[j + d]
+        total += a[d] * b[d]
+    return total
+
+
+@njit(fastmath={"reassoc"})
+def _sum(at, count):
+    numbers, total = floats(at, count), np.float32(0)
+    for j in range(count):
+        total += numbers[j]
     return total
 
 
 @njit
-def _score(s, first, last, q, row, keys, size, scale, softcap):
-    """``s[first:last]``: scaled and capped products of a query row with the keys of a tile."""
-    for j in range(first, last):
-        s[j] = scale * _dot(q, row * size, keys, j * size, size)
+def _score(scores, count, query, keys, size, scale, softcap):
+    """Scaled and capped products of a query with ``count`` keys."""
+    s = floats(scores, count)
+    for j in range(count):
+        s[j] = scale * _dot(query, keys + j * size * 4, size)
     if softcap > 0:
-        for j in range(first, last):
+        for j in range(count):
             s[j] = softcap * np.float32(math.tanh(s[j] / softcap))
 
 
 @njit
-def _mask(s, first, last, mask, size):
-    """Apply a row of the mask, which begins at the first key of the tile."""
+def _mask(scores, count, mask, size):
+    """Apply a row of the mask."""
+    s = floats(scores, count)
     if size == 1:
-        allowed = carray(uint8_at(mask), (last,))
-        for j in range(first, last):
+        allowed = carray(uint8_at(mask), (count,))
+        for j in range(count):
             if not allowed[j]:
                 s[j] = NOTHING
     else:
-        bias = carray(float32_at(mask), (last,))
-        for j in range(first, last):
+        bias = floats(mask, count)
+        for j in range(count):
             s[j] += bias[j]
 
 
 @njit(fastmath={"contract"})
-def _accumulate(s, first, last, top_of, sum_of, row, o, values, size):
-    """One step of the online softmax: scores ``s[first:last]`` and their values join a row."""
-    top = top_of[row]
-    for j in range(first, last):
+def _accumulate(scores, count, row, sums, values, size):
+    """One step of the online softmax: ``count`` scores and their values join a row.
+
+    ``row``: (2) float32, the largest score and the sum of weights until now.
+    """
+    s, state, o = floats(scores, count), floats(row, 2), floats(sums, size)
+    before = state[0]
+    top = before
+    for j in range(count):
         s[j] *= LOG2_E
         top = max(top, s[j])
     if top == NOTHING:
         return
-    begin = row * size
-    if top > top_of[row]:
-        shrink = exp2(top_of[row] - top)
-        sum_of[row] *= shrink
+    if top > before:
+        shrink = exp2(before - top)
+        state[1] *= shrink
         for d in range(size):
-            o[begin + d] *= shrink
-        top_of[row] = top
-    total = np.float32(0)
-    for j in range(first, last):
+            o[d] *= shrink
+        state[0] = top
+    for j in range(count):
         s[j] = exp2(s[j] - top)
-        total += s[j]
-    sum_of[row] += total
-    whole = first + (last - first) // 4 * 4
-    for j in range(first, whole, 4):
+    state[1] += _sum(scores, count)
+    step = size * 4
+    whole = count // 4 * 4
+    for j in range(0, whole, 4):
         p0, p1, p2, p3 = s[j], s[j + 1], s[j + 2], s[j + 3]
-        v0 = j * size
-        v1, v2, v3 = v0 + size, v0 + 2 * size, v0 + 3 * size
+        at = values + j * step
+        v0, v1 = floats(at, size), floats(at + step, size)
+        v2, v3 = floats(at + 2 * step, size), floats(at + 3 * step, size)
         for d in range(size):
-            o[begin + d] += (p0 * values[v0 + d] + p1 * values[v1 + d]) + (
-                p2 * values[v2 + d] + p3 * values[v3 + d]
-            )
-    for j in range(whole, last):
-        p, v0 = s[j], j * size
+            o[d] += (p0 * v0[d] + p1 * v1[d]) + (p2 * v2[d] + p3 * v3[d])
+    for j in range(whole, count):
+        p, v = s[j], floats(values + j * step, size)
         for d in range(size):
-            o[begin + d] += p * values[v0 + d]
+            o[d] += p * v[d]
 
 
 @njit
@@ -108,30 +120,26 @@ def _block(x, at, b, h, row, rows, length, start, space):
     """Rows ``row .. row + rows`` of kv head ``h``: row ``t * group + g`` is token t in head g."""
     size, value_size = x.head_size, x.value_size
     scale, softcap = float_of_bits(x.scale), float_of_bits(x.softcap)
-    q = carray(float32_at(space), (ROWS * size,))
-    space += ROWS * size * 4
-    o = carray(float32_at(space), (ROWS * value_size,))
-    space += ROWS * value_size * 4
-    top_of = carray(float32_at(space), (ROWS,))
-    sum_of = carray(float32_at(space + ROWS * 4), (ROWS,))
-    space += 2 * ROWS * 4
-    s = carray(float32_at(space), (TILE,))
-    keys = carray(float32_at(space + TILE * 4), (TILE * size,))
-    values = carray(float32_at(space + TILE * (size + 1) * 4), (TILE * value_size,))
+    queries = space
+    sums = queries + ROWS * size * 4
+    states = sums + ROWS * value_size * 4  # largest score, sum of weights
+    scores = states + ROWS * 2 * 4
+    keys = scores + TILE * 4
+    values = keys + TILE * size * 4
 
     first_key, last_key = length, 0
     for r in range(rows):
         t, head = (row + r) // x.group, h * x.group + (row + r) % x.group
         source = at.query + b * x.query_batch + head * x.query_head + t * x.query_token
-        widen(q, r * size, size, source, x.query_kind)
+        widen(queries + r * size * 4, size, source, x.query_kind)
         low, high = layout.visible(x, length, start + t)
         if low < high:
             first_key, last_key = min(first_key, low), max(last_key, high)
-        top_of[r], sum_of[r] = NOTHING, 0
+        state, o = floats(states + r * 8, 2), floats(sums + r * value_size * 4, value_size)
+        state[0], state[1] = NOTHING, 0
         if at.sinks:
-            top_of[r] = carray(float32_at(at.sinks), (head + 1,))[head] * LOG2_E
-            sum_of[r] = 1
-        for d in range(r * value_size, (r + 1) * value_size):
+            state[0], state[1] = floats(at.sinks, head + 1)[head] * LOG2_E, 1
+        for d in range(value_size):
             o[d] = 0
 
     for tile in range(first_key, last_key, TILE):
@@ -139,28 +147,32 @@ def _block(x, at, b, h, row, rows, length, start, space):
         key = at.key + b * x.key_batch + h * x.key_head + tile * x.key_token
         value = at.value + b * x.value_batch + h * x.value_head + tile * x.value_token
         for j in range(count):
-            widen(keys, j * size, size, key + j * x.key_token, x.key_kind)
-            widen(values, j * value_size, value_size, value + j * x.value_token, x.value_kind)
+            widen(keys + j * size * 4, size, key + j * x.key_token, x.key_kind)
+            to = values + j * value_size * 4
+            widen(to, value_size, value + j * x.value_token, x.value_kind)
         for r in range(rows):
             t, head = (row + r) // x.group, h * x.group + (row + r) % x.group
             low, high = layout.visible(x, length, start + t)
             first, last = max(low - tile, 0), min(high - tile, count)
             if first >= last:
                 continue
-            _score(s, first, last, q, r, keys, size, scale, softcap)
+            query, key = queries + r * size * 4, keys + first * size * 4
+            _score(scores, last - first, query, key, size, scale, softcap)
             if x.mask_size:
                 mask = at.mask + b * x.mask_batch + head * x.mask_head + t * x.mask_token
-                _mask(s, first, last, mask + tile * x.mask_size, x.mask_size)
-            _accumulate(s, first, last, top_of, sum_of, r, o, values, value_size)
+                mask += (tile + first) * x.mask_size
+                _mask(scores, last - first, mask, x.mask_size)
+            to, value = sums + r * value_size * 4, values + first * value_size * 4
+            _accumulate(scores, last - first, states + r * 8, to, value, value_size)
 
     for r in range(rows):
         t, head = (row + r) // x.group, h * x.group + (row + r) % x.group
-        # a row that sees nothing is a row of zeros (ONNX Attention-24)
-        inverse = np.float32(1) / sum_of[r] if sum_of[r] != 0 else np.float32(0)
-        for d in range(r * value_size, (r + 1) * value_size):
+        total, o = floats(states + r * 8, 2)[1], floats(sums + r * value_size * 4, value_size)
+        inverse = np.float32(1) / total if total != 0 else np.float32(0)
+        for d in range(value_size):  # a row that sees nothing is a row of zeros (Attention-24)
             o[d] *= inverse
         target = at.output + b * x.output_batch + head * x.output_head + t * x.output_token
-        narrow(target, value_size, o, r * value_size, x.output_kind)
+        narrow(target, value_size, sums + r * value_size * 4, x.output_kind)
 
 
 @kernel(layout.KERNEL)

@@ -17,6 +17,7 @@ from onnx_inplace.numba_kernels.floats import (
     exp2,
     float32_at,
     float_of_bits,
+    floats,
     int64_at,
     narrow,
     widen,
@@ -47,17 +48,17 @@ def _split(x, at, b, h, low, high, scratch, partial):
     """Keys ``low .. high`` of a kv head, into a partial result."""
     queries, state = scratch, scratch + GROUP * SIZE * 4
     weights = state + 192
-    q = carray(float32_at(queries), (GROUP * SIZE,))
+    q = floats(queries, GROUP * SIZE)
     factor = float_of_bits(x.scale) * LOG2_E
     for g in range(GROUP):
         source = at.query + b * x.query_batch + (h * GROUP + g) * x.query_head
-        widen(q, g * SIZE, SIZE, source, x.query_kind)
+        widen(queries + g * SIZE * 4, SIZE, source, x.query_kind)
     for i in range(GROUP * SIZE):
         q[i] *= factor
-    s = carray(float32_at(state), (48,))
+    s = floats(state, 48)
     for i in range(16):
         s[i], s[16 + i] = LOWEST, 0
-    result = carray(float32_at(partial), (PARTIAL // 4,))
+    result = floats(partial, PARTIAL // 4)
     for i in range(32, PARTIAL // 4):
         result[i] = 0
     for t in range(low, high, TILE):
@@ -74,7 +75,7 @@ def _split(x, at, b, h, low, high, scratch, partial):
 @njit
 def _merge(x, at, splits, results, space):
     """Join the splits of every head, and write the output."""
-    row = carray(float32_at(space), (SIZE,))
+    row = floats(space, SIZE)
     for item in range(x.batch * x.kv_heads):
         b, h = item // x.kv_heads, item % x.kv_heads
         part = carray(float32_at(results + item * splits * PARTIAL), (splits, PARTIAL // 4))
@@ -85,7 +86,7 @@ def _merge(x, at, splits, results, space):
                 top = max(top, part[p, lane])
             total = float_of_bits(0)
             if at.sinks:
-                sink = carray(float32_at(at.sinks), (head + 1,))[head] * LOG2_E
+                sink = floats(at.sinks, head + 1)[head] * LOG2_E
                 top = max(top, sink)
                 total = exp2(sink - top)
             for d in range(SIZE):
@@ -100,7 +101,7 @@ def _merge(x, at, splits, results, space):
             for d in range(SIZE):
                 row[d] *= inverse
             target = at.output + b * x.output_batch + head * x.output_head
-            narrow(target, SIZE, row, 0, x.output_kind)
+            narrow(target, SIZE, space, x.output_kind)
 
 
 @kernel(layout.KERNEL)

@@ -90,37 +90,49 @@ def bfloat16_of_float32(number):
 
 
 @njit
-def widen(target, begin, count, source, kind):
-    """``target[begin : begin + count]`` (float32) = ``count`` elements at address ``source``."""
+def floats(address, count):
+    """``count`` float32 at an address.
+
+    A loop over an array from its first element on becomes vectors; one over ``array[begin + i]``
+    does not, since numba lets negative indices count from the end.
+    """
+    return carray(float32_at(address), (count,))
+
+
+@njit
+def widen(target, count, source, kind):
+    """``count`` elements of ``kind`` at address ``source`` become float32 at ``target``."""
+    result = floats(target, count)
     if kind == FLOAT32:
-        numbers = carray(float32_at(source), (count,))
+        numbers = floats(source, count)
         for i in range(count):
-            target[begin + i] = numbers[i]
+            result[i] = numbers[i]
         return
     bits = carray(uint16_at(source), (count,))
     if kind == FLOAT16:
         for i in range(count):
-            target[begin + i] = float32_of_float16(bits[i])
+            result[i] = float32_of_float16(bits[i])
     else:
         for i in range(count):
-            target[begin + i] = float_of_bits(np.int64(bits[i]) << 16)
+            result[i] = float_of_bits(np.int64(bits[i]) << 16)
 
 
 @njit
-def narrow(target, count, source, begin, kind):
-    """``count`` elements at address ``target`` = ``source[begin : begin + count]`` (float32)."""
+def narrow(target, count, source, kind):
+    """``count`` float32 at address ``source`` become elements of ``kind`` at ``target``."""
+    numbers = floats(source, count)
     if kind == FLOAT32:
-        numbers = carray(float32_at(target), (count,))
+        result = floats(target, count)
         for i in range(count):
-            numbers[i] = source[begin + i]
+            result[i] = numbers[i]
         return
     bits = carray(uint16_at(target), (count,))
     if kind == FLOAT16:
         for i in range(count):
-            bits[i] = float16_of_float32(source[begin + i])
+            bits[i] = float16_of_float32(numbers[i])
     else:
         for i in range(count):
-            bits[i] = bfloat16_of_float32(source[begin + i])
+            bits[i] = bfloat16_of_float32(numbers[i])
 
 
 @njit
@@ -137,4 +149,4 @@ def exp2(x):
     p = p * f + np.float32(2.402265069591007e-1)
     p = p * f + np.float32(6.931471805599453e-1)
     p = p * f + np.float32(1)
-    return float_of_bits(bits_of_float(p) + (np.int64(whole) << 23))
+    return float_of_bits(bits_of_float(p) + (np.int64(np.int32(whole)) << 23))

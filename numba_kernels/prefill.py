@@ -7,8 +7,8 @@ from numba import carray, njit
 
 from onnx_inplace.numba_kernels import layout
 from onnx_inplace.numba_kernels.floats import (
-    float32_at,
     float_of_bits,
+    floats,
     int64_at,
     narrow,
     widen,
@@ -53,26 +53,26 @@ def _item(x, at, b, h, row, rows, length, start, space):
     scores = values + TILE * SIZE * 4
     factors = scores + BLOCK * TILE * 4
     limits = factors + BLOCK * 4
-    q, o = carray(float32_at(queries), (ROWS * SIZE,)), carray(float32_at(sums), (ROWS * SIZE,))
-    top, total = carray(float32_at(tops), (ROWS,)), carray(float32_at(totals), (ROWS,))
+    top, total = floats(tops, ROWS), floats(totals, ROWS)
     limit = carray(int64_at(limits), (BLOCK, 2))
 
     blocks = (rows + BLOCK - 1) // BLOCK
     factor = float_of_bits(x.scale) * LOG2_E
     first_key, last_key = length, 0
     for r in range(blocks * BLOCK):
-        for d in range(r * SIZE, (r + 1) * SIZE):
+        q, o = floats(queries + r * SIZE * 4, SIZE), floats(sums + r * SIZE * 4, SIZE)
+        for d in range(SIZE):
             q[d] = o[d] = 0
         top[r], total[r] = LOWEST, 0
         if r >= rows:  # fills up the last block
             continue
         t, head = (row + r) // x.group, h * x.group + (row + r) % x.group
         source = at.query + b * x.query_batch + head * x.query_head + t * x.query_token
-        widen(q, r * SIZE, SIZE, source, x.query_kind)
-        for d in range(r * SIZE, (r + 1) * SIZE):
+        widen(queries + r * SIZE * 4, SIZE, source, x.query_kind)
+        for d in range(SIZE):
             q[d] *= factor
         if at.sinks:
-            top[r], total[r] = carray(float32_at(at.sinks), (head + 1,))[head] * LOG2_E, 1
+            top[r], total[r] = floats(at.sinks, head + 1)[head] * LOG2_E, 1
         low, high = layout.visible(x, length, start + t)
         if low < high:
             first_key, last_key = min(first_key, low), max(last_key, high)
@@ -103,10 +103,11 @@ def _item(x, at, b, h, row, rows, length, start, space):
     for r in range(rows):
         t, head = (row + r) // x.group, h * x.group + (row + r) % x.group
         inverse = 1 / total[r] if total[r] != 0 else 0.0  # nothing seen: a row of zeros
-        for d in range(r * SIZE, (r + 1) * SIZE):
+        o = floats(sums + r * SIZE * 4, SIZE)
+        for d in range(SIZE):
             o[d] *= inverse
         target = at.output + b * x.output_batch + head * x.output_head + t * x.output_token
-        narrow(target, SIZE, o, r * SIZE, x.output_kind)
+        narrow(target, SIZE, sums + r * SIZE * 4, x.output_kind)
 
 
 @kernel(layout.KERNEL)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from numba import carray, njit
 
-from onnx_inplace.numba_kernels.floats import float32_at, int64_at, narrow, widen
+from onnx_inplace.numba_kernels.floats import floats, int64_at, narrow, widen
 from onnx_inplace.numba_kernels.memory import copy, on_demand
 
 
@@ -46,8 +46,9 @@ def _layout(address):
 
 
 @njit
-def _rotate(row, half, interleaved, cosines, sines):
+def _rotate(at, size, half, interleaved, cosine, sine):
     """Rotate the pairs of a row, in place."""
+    row, cosines, sines = floats(at, size), floats(cosine, half), floats(sine, half)
     for i in range(half):
         first, second = (2 * i, 2 * i + 1) if interleaved else (i, half + i)
         x, y, c, s = row[first], row[second], cosines[i], sines[i]
@@ -70,16 +71,14 @@ def place(layout, source, target, starts, positions, cosines, sines, space):
     """
     x = _layout(layout)
     half = x.rotated // 2
-    row = carray(float32_at(space), (x.size,))
-    cosine = carray(float32_at(space + x.size * 4), (half,))
-    sine = carray(float32_at(space + (x.size + half) * 4), (half,))
+    cosine, sine = space + x.size * 4, space + (x.size + half) * 4
     for b in range(x.batch):
         start = carray(int64_at(starts), (x.batch,))[b] if starts else 0
         for t in range(x.tokens):
             if half:
                 p = carray(int64_at(positions), (x.batch * x.tokens,))[b * x.tokens + t]
-                widen(cosine, 0, half, cosines + p * x.angle_row, x.angle_kind)
-                widen(sine, 0, half, sines + p * x.angle_row, x.angle_kind)
+                widen(cosine, half, cosines + p * x.angle_row, x.angle_kind)
+                widen(sine, half, sines + p * x.angle_row, x.angle_kind)
             for h in range(x.heads):
                 taken = source + b * x.source_batch + h * x.source_head + t * x.source_token
                 to = target + b * x.target_batch + h * x.target_head
@@ -87,6 +86,6 @@ def place(layout, source, target, starts, positions, cosines, sines, space):
                 if half == 0 and x.source_kind == x.target_kind:
                     copy(to, taken, x.row_bytes)
                     continue
-                widen(row, 0, x.size, taken, x.source_kind)
-                _rotate(row, half, x.interleaved, cosine, sine)
-                narrow(to, x.size, row, 0, x.target_kind)
+                widen(space, x.size, taken, x.source_kind)
+                _rotate(space, x.size, half, x.interleaved, cosine, sine)
+                narrow(to, x.size, space, x.target_kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -21,17 +22,22 @@ Action = Callable[[Slots], None]
 """Reads its input slots, writes its output slots."""
 
 
+def _portable() -> bool:
+    return os.environ.get("ONNX_INPLACE_PORTABLE", "0") not in ("", "0")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
     """How kernels may use the machine.
 
     Attributes:
         threads: upper bound for one kernel.
-        portable: use the kernels for every CPU also where there are faster ones.
+        portable: use the kernels for every CPU also where there are faster ones; by default as the
+            environment says (``ONNX_INPLACE_PORTABLE=1``).
     """
 
     threads: int = 1
-    portable: bool = False
+    portable: bool = dataclasses.field(default_factory=_portable)
 
 
 Factory = Callable[[steps.Kernel, Settings], Action]

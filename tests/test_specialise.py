@@ -1,0 +1,69 @@
+"""Copies of kernel modules: on disk, shared by processes, in memory where nothing can be kept."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from onnx_inplace.numba_kernels import decode, floats, specialise
+
+pytestmark = [pytest.mark.kernel, pytest.mark.slow]
+
+PROGRAM = """
+import time
+from onnx_inplace.numba_kernels import decode, specialise
+start = time.perf_counter()
+module = specialise.specialise(decode, 0, 16, 1)
+kernel = module.attend.ready()
+print(module.__file__, kernel.cache_hits, time.perf_counter() - start)
+"""
+
+
+def start(folder):
+    environment = {**os.environ, "ONNX_INPLACE_CACHE": str(folder)}
+    environment.pop("NUMBA_CACHE_DIR", None)
+    command = [sys.executable, "-c", PROGRAM]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def finish(process):
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0
+    file, hits, seconds = out.split()
+    return file, int(hits), float(seconds)
+
+
+def test_processes_share_compiled_code(tmp_path):
+    first = [finish(p) for p in [start(tmp_path), start(tmp_path)]]  # both at once
+    file, hits, seconds = finish(start(tmp_path))
+    assert {f for f, _, _ in first} == {file}
+    assert file.startswith(str(tmp_path)) and hits == 1
+    assert seconds < max(s for _, _, s in first)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_without_a_writable_folder_the_code_lives_in_memory(tmp_path):
+    (tmp_path / "file").touch()
+    file, hits, _ = finish(start(tmp_path / "file" / "folder"))
+    assert file.startswith("<") and hits == 0
+
+
+def test_a_changed_copy_is_not_trusted(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONNX_INPLACE_CACHE", str(tmp_path))
+    monkeypatch.setattr(specialise, "_modules", {})
+    module = specialise.specialise(decode, 1, 16, 1)
+    path = tmp_path / f"{module.__name__}.py"
+    path.write_text("raise SystemExit('not ours')")
+    monkeypatch.setattr(specialise, "_modules", {})
+    again = specialise.specialise(decode, 1, 16, 1)
+    assert again.__file__.startswith("<") and again.KIND == floats.FLOAT16
+
+
+def test_constants_have_one_place(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONNX_INPLACE_CACHE", str(tmp_path))
+    assert specialise.specialise(decode, 1, 32, 5) is specialise.specialise(decode, 1, 32, 5)
+    module = specialise.specialise(decode, 1, 32, 6)
+    assert (module.KIND, module.SIZE, module.GROUP) == (1, 32, 6)
+    with pytest.raises(ValueError, match="0 lines to specialise"):
+        specialise.specialise(floats, 1)
