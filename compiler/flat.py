@@ -10,7 +10,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from onnx_inplace.compiler import contract, inference
+from onnx_inplace.compiler import contract, errors, inference
 
 
 def flatten(model: ir.Model) -> None:
@@ -27,7 +27,10 @@ def flatten(model: ir.Model) -> None:
     for function in model.functions.values():
         _return_new_values(function)
         _forget_symbols(function)
-    common.InlinePass(lambda f: not is_operator(f))(model)
+    try:
+        common.InlinePass(lambda f: not is_operator(f))(model)
+    except (ValueError, ir.passes.PassError) as error:
+        raise errors.ModelFileError("model", f"a call cannot be inlined: {error}") from None
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     _lift_initializers(model.graph)
     _unique_names(model.graph)
