@@ -1,8 +1,8 @@
 """SmolLM2-135M: ms a token in place and by onnxruntime-genai, on the same weights and threads.
 
-Both have a 4-bit body and an 8-bit head, with inputs of products rounded to 8 bits. They take turns, a few tokens
-each, so that both see the same machine; the median counts. Ours decodes over caches of random numbers, which
-cost what real ones cost; the peer has to read a prompt of that length first.
+Both have a 4-bit body and an 8-bit head, with inputs of products rounded to 8 bits. They take
+turns, a few tokens each, so that both see the same machine; the median counts. Ours decodes over
+caches of random numbers, which cost what real ones cost; the peer has to read a prompt first.
 
     python benchmarks/decode.py
     python benchmarks/decode.py --threads 1 --positions 64 1000 4000 --cache float32
@@ -13,9 +13,11 @@ The peer needs: pip install onnxruntime-genai
 from __future__ import annotations
 
 import argparse
+import cProfile
 import importlib
 import importlib.util
 import os
+import pstats
 import statistics
 import sys
 import time
@@ -107,10 +109,8 @@ def decode(all_: list[Competitor], position: int, rounds: int, tokens: int) -> d
         for competitor in all_:
             competitor.go_to(position)
             spent = [seconds(competitor.token) for _ in range(tokens)]
-            if turn:  # the first one warms up
-                times[competitor.name] += spent[
-                    1:
-                ]  # nor does the first after a change of turns count
+            if turn:  # the first turn warms up, and so does the first token of each
+                times[competitor.name] += spent[1:]
     return {name: 1e3 * statistics.median(spent) for name, spent in times.items()}
 
 
@@ -121,10 +121,47 @@ def prefill(all_: list[Competitor], rounds: int) -> dict[str, float]:
     for turn in range(rounds + 1):
         for competitor in all_:
             competitor.go_to(0)
-            spent = sum(seconds(lambda p=piece: competitor.read(p)) for piece in pieces)
+            start = time.perf_counter()
+            for piece in pieces:
+                competitor.read(piece)
             if turn:
-                times[competitor.name].append(spent)
+                times[competitor.name].append(time.perf_counter() - start)
     return {name: PROMPT / statistics.median(spent) for name, spent in times.items()}
+
+
+def overhead(element: str, position: int, tokens: int = 20) -> tuple[float, float]:
+    """CPU ms a token, and those outside of onnxruntime and kernels, on one thread.
+
+    A profiler says what native code takes; what a token takes is measured without one, because it
+    slows down Python. The best of several turns counts, as others may use the caches of the CPU.
+    """
+    ours = InPlace(element, threads=1)
+
+    def decode() -> None:
+        ours.go_to(position)
+        for _ in range(tokens):
+            ours.token()
+
+    wholes, natives = [], []
+    for _ in range(6):
+        start = time.thread_time()
+        decode()
+        wholes.append(time.thread_time() - start)
+        profile = cProfile.Profile(time.thread_time)
+        profile.runcall(decode)
+        natives.append(native_seconds(profile))
+    whole, native = min(wholes), min(natives)
+    return 1e3 * whole / tokens, 1e3 * (whole - native) / tokens
+
+
+def native_seconds(profile: cProfile.Profile) -> float:
+    """The time inside of onnxruntime and of compiled kernels."""
+    return sum(
+        own
+        for (file, _, name), (_, _, own, _, _) in pstats.Stats(profile).stats.items()
+        if "run_with_iobinding" in name
+        or (Path(file).parent.name == "numba_kernels" and Path(file).stem != "memory")
+    )
 
 
 def show(title: str, results: dict[str, float], unit: str) -> None:
@@ -147,7 +184,17 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, default=9, help="a turn, of which the first does not count"
     )
+    parser.add_argument("--overhead", action="store_true", help="only what the runner takes")
     options = parser.parse_args()
+    if options.overhead:
+        for element in options.cache:
+            for position in options.positions:
+                whole, python = overhead(element, position)
+                print(
+                    f"{element}, position {position:,}: {whole:.2f} ms a token on one thread, "
+                    f"{python:.2f} outside of onnxruntime and kernels ({python / whole:.1%})"
+                )
+        return
 
     all_ = competitors(options.cache, options.threads)
     print(f"{options.threads} threads; x: times as fast as {all_[-1].name}")

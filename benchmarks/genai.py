@@ -1,7 +1,7 @@
 """The peer of `decode.py`: onnxruntime-genai on the same weights, built from the tutorial's parts.
 
-Its graph has com.microsoft.GroupQueryAttention, which turns queries and keys, writes the caches and attends in one
-node; onnxruntime-genai binds the same buffers as past and present.
+Its graph has com.microsoft.GroupQueryAttention, which turns queries and keys, writes the caches and
+attends in one node; onnxruntime-genai binds the same buffers as past and present.
 """
 
 import json
@@ -10,20 +10,16 @@ from pathlib import Path
 import numpy as np
 import onnxruntime_genai
 from config import Config
-from decoder import Precision, angles, head, linear, microsoft
-from numpy.typing import NDArray
+from decoder import Precision, angles, feed_forward, head, linear, microsoft, norm
 from weights import Weights
 
 from onnx_inplace.compiler import Program
-from onnx_inplace.dsl import FLOAT, INT32, INT64, Alias, Mutable, Tensor, model, op, weight
+from onnx_inplace.dsl import FLOAT, INT32, INT64, Alias, Mutable, model, op, weight
 
 
 def decoder(config: Config, weights: Weights) -> Program:
     """The decoder with the inputs and outputs that onnxruntime-genai asks for."""
     Cache = Mutable[FLOAT["batch", config.kv_heads, "max_length", config.head_size]]
-
-    def norm(x: Tensor, scale: NDArray[np.float32], name: str) -> Tensor:
-        return op.RMSNormalization(x, weight(scale, name), epsilon=config.norm_epsilon)
 
     @model
     def peer(
@@ -37,14 +33,14 @@ def decoder(config: Config, weights: Weights) -> Program:
         cos, sin = (weight(table, name) for name, table in angles(config).items())
         x = op.Gather(weight(weights.embedding, "embedding"), tokens)
         present_keys, present_values = [], []
-        for number, layer in enumerate(weights.layers):
-            h = norm(x, layer.attention_norm, f"attention_norm.{number}")
+        for layer, past_keys, past_values in zip(weights.layers, keys, values, strict=True):
+            h = norm(x, layer.attention_norm, config)
             h, key, value = microsoft.GroupQueryAttention(
                 linear(h, layer.query_key_value, Precision.FAST),
                 None,
                 None,
-                keys[number],
-                values[number],
+                past_keys,
+                past_values,
                 last,
                 total,
                 cos,
@@ -58,10 +54,8 @@ def decoder(config: Config, weights: Weights) -> Program:
             present_keys.append(key)
             present_values.append(value)
             x = x + linear(h, layer.attention_output, Precision.FAST)
-            h = norm(x, layer.feed_forward_norm, f"feed_forward_norm.{number}")
-            gate, up = op.Split(linear(h, layer.gate_up, Precision.FAST), axis=2, num_outputs=2)
-            x = x + linear(gate * op.Sigmoid(gate) * up, layer.down, Precision.FAST)
-        logits = head(norm(x[:, -1:], weights.norm, "norm"), weights, Precision.FAST)
+            x = x + feed_forward(norm(x, layer.feed_forward_norm, config), layer, Precision.FAST)
+        logits = head(norm(x[:, -1:], weights.norm, config), weights, Precision.FAST)
         return logits, present_keys, present_values
 
     return peer

@@ -4,13 +4,14 @@ Resident memory sees every allocator (numpy, onnxruntime, kernels) once the memo
 tracemalloc sees numpy's requests even if it is not. Both meters are shown to see a copy.
 """
 
+import os
 import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
 
 import generate
-import measured
+import meter
 import numpy as np
 import pytest
 from decoder import Precision
@@ -18,7 +19,7 @@ from decoder import Precision
 from onnx_inplace import Session
 from onnx_inplace.dsl import FLOAT, Alias, Mutable, kv, model, op
 
-pytestmark = pytest.mark.skipif(measured.peak_memory() is None, reason="needs the meter of Linux")
+pytestmark = pytest.mark.skipif(not meter.AVAILABLE, reason="needs the meter of Linux")
 
 MIB = 2**20
 
@@ -38,10 +39,10 @@ def test_the_meters_see_a_copy() -> None:
     cache[:] = 1
     values = np.ones((2, 1, 64), np.float32)
     with session.bind(cache=cache) as step:
-        measured.restart_peak()
-        before = measured.peak_memory()
+        meter.restart()
+        before = meter.peak()
         step.run(values=values)
-    assert measured.peak_memory() - before >= cache.nbytes * 0.9
+    assert meter.peak() - before >= cache.nbytes * 0.9
     tracemalloc.start()
     np.empty_like(cache)
     _, traced = tracemalloc.get_traced_memory()
@@ -52,20 +53,22 @@ def test_the_meters_see_a_copy() -> None:
 GIBIBYTE = """
 import sys, tracemalloc
 import numpy as np
-from measured import Measured, restart_peak
+import meter
+from generate import Conversation
 from onnx_inplace import Session
 
 path, max_length = sys.argv[1], int(sys.argv[2])
-conversation = Measured(Session(path), max_length)
+conversation = Conversation(Session(path), max_length)
 for cache in conversation.caches:
     cache[:] = 0.01  # written, so that their memory is committed
 size = sum(cache.nbytes for cache in conversation.caches)
 conversation.run([1, 2, 3])
-restart_peak()
+meter.restart()
 conversation.run([4])
+first = meter.peak()
 for token in range(100):
     conversation.run([token])
-growth = conversation.peaks[-1] - conversation.peaks[1]
+growth = meter.peak() - first
 tracemalloc.start()
 for token in range(5):
     tracemalloc.reset_peak()
@@ -81,10 +84,11 @@ print(size, growth, traced)
 @pytest.mark.parametrize("element", ["float32", "float16"])
 def test_hundred_tokens_over_a_gibibyte_of_caches(element: str, tmp_path: Path) -> None:
     path = generate.compiled(Precision.FAST, element, tmp_path)
+    folders = [str(Path(module.__file__).parent) for module in (generate, meter)]
     token = 60 * 3 * 64 * (4 if element == "float32" else 2)  # [bytes] of caches a token
     done = subprocess.run(
         [sys.executable, "-c", GIBIBYTE, str(path), str(-(-(2**30) // token))],
-        env={"PYTHONPATH": str(Path(generate.__file__).parent)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
         capture_output=True,
         text=True,
         timeout=600,

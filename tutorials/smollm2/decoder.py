@@ -10,7 +10,7 @@ from enum import Enum
 import numpy as np
 from config import Config
 from numpy.typing import NDArray
-from weights import BLOCK, Linear4Bit, Weights
+from weights import BLOCK, Layer, Linear4Bit, Norm, Weights
 
 from onnx_inplace.compiler import Program
 from onnx_inplace.dsl import (
@@ -37,6 +37,11 @@ class Precision(Enum):
     FAST = 4  # with inputs rounded to 8 bits, a block at a time
 
 
+def norm(x: Tensor, factors: Norm, config: Config) -> Tensor:
+    """Vectors of length one on average, scaled."""
+    return op.RMSNormalization(x, weight(factors.scale, factors.name), epsilon=config.norm_epsilon)
+
+
 def linear(x: Tensor, matrix: Linear4Bit, precision: Precision) -> Tensor:
     """``x @ matrix.T``."""
     quantized = microsoft.MatMulNBits(
@@ -50,9 +55,15 @@ def linear(x: Tensor, matrix: Linear4Bit, precision: Precision) -> Tensor:
         block_size=BLOCK,
         accuracy_level=precision.value,
     )
-    blocks = op.Reshape(x, [1, -1, matrix.inputs // BLOCK, BLOCK])
+    blocks = op.Reshape(x, [0, 0, matrix.inputs // BLOCK, BLOCK])
     sums = op.ReduceSum(blocks, [3], keepdims=0)
     return quantized + op.MatMul(sums, weight(matrix.remainder, f"{matrix.name}.remainder"))
+
+
+def feed_forward(x: Tensor, layer: Layer, precision: Precision) -> Tensor:
+    """What each token makes of what it has read."""
+    gate, up = op.Split(linear(x, layer.gate_up, precision), axis=2, num_outputs=2)
+    return linear(gate * op.Sigmoid(gate) * up, layer.down, precision)
 
 
 def head(x: Tensor, weights: Weights, precision: Precision) -> Tensor:
@@ -85,59 +96,45 @@ def decoder(
     """One program for the prompt and for each token after it, with caches of type ``element``."""
     heads, kv_heads, size = config.heads, config.kv_heads, config.head_size
     Cache = Mutable[element[1, kv_heads, "max_length", size]]
-
-    def stored(x: Tensor) -> Tensor:
-        return x if element is FLOAT else op.Cast(x, to=element.dtype)
-
-    def norm(x: Tensor, scale: NDArray[np.float32], name: str) -> Tensor:
-        return op.RMSNormalization(x, weight(scale, name), epsilon=config.norm_epsilon)
+    Caches = tuple[(Cache,) * config.layers]
 
     @model
     def smollm2(
-        tokens: INT64[1, "new_length"],
-        keys: tuple[(Cache,) * config.layers],
-        values: tuple[(Cache,) * config.layers],
-        position: INT64[()],
+        tokens: INT64[1, "new_length"], keys: Caches, values: Caches, position: INT64[()]
     ) -> tuple[FLOAT[1, config.vocabulary], Alias["keys"], Alias["values"]]:
         """Logits after the last of ``tokens``, the first of which stands at ``position``."""
         end = position + op.Shape(tokens)[1]
         length = op.Reshape(end, [1])
-        places = op.Reshape(op.Range(position, end, 1), [1, -1])
+        places = op.Reshape(op.Range(position, end, 1), op.Shape(tokens))
         cos, sin = (
             op.Gather(weight(table, name), places) for name, table in angles(config).items()
         )
 
         x = op.Gather(weight(weights.embedding, "embedding"), tokens)
         updated_keys, updated_values = [], []
-        for number, layer in enumerate(weights.layers):
-            # Attention: what each new token looks up in the tokens before it.
-            h = norm(x, layer.attention_norm, f"attention_norm.{number}")
-            h = linear(h, layer.query_key_value, precision)
-            h = op.Reshape(h, [1, -1, heads + 2 * kv_heads, size])
+        for layer, old_keys, old_values in zip(weights.layers, keys, values, strict=True):
+            # Queries, keys and values of the new tokens, [1, heads, new_length, size].
+            h = linear(norm(x, layer.attention_norm, config), layer.query_key_value, precision)
+            h = op.Reshape(h, [0, 0, heads + 2 * kv_heads, size])
             h = op.Transpose(h, perm=[0, 2, 1, 3])
             turned, value = op.Split(h, [heads + kv_heads, kv_heads], axis=1)
             turned = op.RotaryEmbedding(turned, cos, sin, interleaved=1)
-            query, key = op.Split(stored(turned), [heads, kv_heads], axis=1)
+            turned, value = op.Cast(turned, to=element.dtype), op.Cast(value, to=element.dtype)
+            query, key = op.Split(turned, [heads, kv_heads], axis=1)
 
-            cached_keys = kv.CacheUpdate(keys[number], key, position)
-            cached_values = kv.CacheUpdate(values[number], stored(value), position)
-            h = op.Attention(
-                query, cached_keys, cached_values, nonpad_kv_seqlen=length, is_causal=1
-            )
-            updated_keys.append(cached_keys)
-            updated_values.append(cached_values)
+            # Keys and values join those of the earlier tokens; the queries look up all of them.
+            new_keys = kv.CacheUpdate(old_keys, key, position)
+            new_values = kv.CacheUpdate(old_values, value, position)
+            h = op.Attention(query, new_keys, new_values, nonpad_kv_seqlen=length, is_causal=1)
+            updated_keys.append(new_keys)
+            updated_values.append(new_values)
 
             h = op.Transpose(op.Cast(h, to=FLOAT.dtype), perm=[0, 2, 1, 3])
-            h = op.Reshape(h, [1, -1, heads * size])
+            h = op.Reshape(h, [0, 0, heads * size])
             x = x + linear(h, layer.attention_output, precision)
+            x = x + feed_forward(norm(x, layer.feed_forward_norm, config), layer, precision)
 
-            # Feed-forward: what each token makes of it.
-            h = norm(x, layer.feed_forward_norm, f"feed_forward_norm.{number}")
-            gate, up = op.Split(linear(h, layer.gate_up, precision), axis=2, num_outputs=2)
-            x = x + linear(gate * op.Sigmoid(gate) * up, layer.down, precision)
-
-        last = norm(x[:, -1], weights.norm, "norm")
-        logits = head(last, weights, precision)
+        logits = head(norm(x[:, -1], weights.norm, config), weights, precision)
         return logits, updated_keys, updated_values
 
     return smollm2

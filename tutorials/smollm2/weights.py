@@ -23,8 +23,8 @@ class Linear4Bit:
     """A matrix ``[outputs, inputs]`` in 4 bits, as com.microsoft.MatMulNBits takes it.
 
     That operator decodes to ``scale * (q - zero)`` with a 4-bit ``zero``, which cannot express the
-    minimum of a block exactly. What is missing is one number a block, the ``remainder``: its product
-    with the sums of the input's blocks completes the result.
+    minimum of a block exactly. What is missing is one number a block, the ``remainder``: its
+    product with the sums of the input's blocks completes the result.
     """
 
     name: str
@@ -45,13 +45,21 @@ class Linear4Bit:
 
 
 @dataclass(frozen=True, slots=True)
+class Norm:
+    """Factors by which a normalized vector is scaled."""
+
+    name: str
+    scale: NDArray[np.float32]  # [width]
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """One layer of the decoder; matrices that share an input are stacked."""
 
-    attention_norm: NDArray[np.float32]
+    attention_norm: Norm
     query_key_value: Linear4Bit
     attention_output: Linear4Bit
-    feed_forward_norm: NDArray[np.float32]
+    feed_forward_norm: Norm
     gate_up: Linear4Bit
     down: Linear4Bit
 
@@ -66,7 +74,7 @@ class Weights:
     ]  # [vocabulary, blocks, 32], the same rows in 8 bits, stored as q + 128
     head_scales: NDArray[np.float32]  # [vocabulary, blocks]
     layers: tuple[Layer, ...]
-    norm: NDArray[np.float32]
+    norm: Norm
 
 
 def gguf_path() -> Path:
@@ -81,8 +89,8 @@ def read(config: Config, path: Path) -> Weights:
     """Read all weights of a decoder."""
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
 
-    def vector(name: str) -> NDArray[np.float32]:
-        return np.array(tensors[f"{name}.weight"].data, np.float32)
+    def norm(name: str) -> Norm:
+        return Norm(name, np.array(tensors[f"{name}.weight"].data, np.float32))
 
     def linear(layer: int, *names: str) -> Linear4Bit:
         names = tuple(f"blk.{layer}.{name}" for name in names)
@@ -90,10 +98,10 @@ def read(config: Config, path: Path) -> Weights:
 
     layers = tuple(
         Layer(
-            attention_norm=vector(f"blk.{k}.attn_norm"),
+            attention_norm=norm(f"blk.{k}.attn_norm"),
             query_key_value=linear(k, "attn_q", "attn_k", "attn_v"),
             attention_output=linear(k, "attn_output"),
-            feed_forward_norm=vector(f"blk.{k}.ffn_norm"),
+            feed_forward_norm=norm(f"blk.{k}.ffn_norm"),
             gate_up=linear(k, "ffn_gate", "ffn_up"),
             down=linear(k, "ffn_down"),
         )
@@ -106,7 +114,7 @@ def read(config: Config, path: Path) -> Weights:
         head_quants=(quants.astype(np.int16) + 128).astype(np.uint8),
         head_scales=scales,
         layers=layers,
-        norm=vector("output_norm"),
+        norm=norm("output_norm"),
     )
 
 
