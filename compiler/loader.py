@@ -16,13 +16,13 @@ import onnx_ir as ir
 
 from onnx_inplace.compiler import (
     alias,
+    bodies,
     contract,
     derivation,
     facts,
     files,
     flat,
     integrity,
-    operators,
     structure,
 )
 from onnx_inplace.compiler.contract import Access
@@ -111,11 +111,12 @@ def verify_file(program: Program) -> Verified:
     _refuse(integrity.unknown_fields(proto))
     _refuse(_lost_declarations(proto))
     _refuse(integrity.misplaced(proto))
+    _refuse(bodies.foreign(proto))
     _refuse(_unmarked_nodes(proto))
     derived = derivation.Derivation(proto, program.weights)
     _refuse(derived.findings)
     _refuse(list(_differences(proto, derived.facts())))
-    _refuse(_changed_bodies(derived.model))
+    _refuse(bodies.changed(derived.model))
     graph = derived.graph
     returns = tuple(
         derivation.declared_returns(proto).get(str(v.name)) for v in graph.block.outputs
@@ -214,64 +215,6 @@ def _differences(proto: Any, derived: facts.Facts) -> Iterator[Finding]:
             texts = [str(fact) if fact is not None else "nothing" for fact in (stands, follows)]
             message = f"{place}: the file says {texts[0]}; {texts[1]} follows from the model."
             yield Finding("E113", message, sources.get(place))
-
-
-def _changed_bodies(model: ir.Model) -> list[Finding]:
-    """Stock runtimes must compute what we compute: a body is ours, or it is another contract."""
-    findings = []
-    seen = set()
-    for node in _ir_nodes(model):
-        identifier = node.op_identifier()
-        function = model.functions.get(identifier)
-        if function is None or not operators.has_body(node) or identifier in seen:
-            continue
-        seen.add(identifier)
-        name = f"the functional body of {node.op_type} {node.overload}".rstrip()
-        try:
-            opset = function.opset_imports.get("", operators.OPSET)
-            same = _canonical(function) == _canonical(operators.body(node, opset))
-        except operators.NoBody as error:
-            findings.append(
-                Finding("E113", f"{name} cannot be what it says: {error}.", integrity.source(node))
-            )
-            continue
-        if not same:
-            findings.append(
-                Finding("E113", f"{name} is not what this operator means.", integrity.source(node))
-            )
-    return findings
-
-
-def _ir_nodes(model: ir.Model) -> Iterator[ir.Node]:
-    yield from ir.traversal.RecursiveGraphIterator(model.graph)
-    for function in model.functions.values():
-        if not derivation.is_body(function.domain, function.name):
-            yield from ir.traversal.RecursiveGraphIterator(function)
-
-
-def _canonical(function: ir.Function) -> object:
-    """A function without the names of its values."""
-    number: dict[ir.Value | None, int] = {None: -1}
-
-    def numbers(values: Any) -> tuple[int, ...]:
-        return tuple(number.setdefault(v, len(number)) for v in values)
-
-    inputs = numbers(function.inputs)
-    nodes = []
-    for node in function:
-        attributes = sorted(
-            (a.name, ir.serde.serialize_attribute(a).SerializeToString(deterministic=True))
-            for a in node.attributes.values()
-        )
-        nodes.append(
-            (node.op_identifier(), numbers(node.inputs), numbers(node.outputs), attributes)
-        )
-    return (
-        inputs,
-        nodes,
-        numbers(function.outputs),
-        sorted(function.attributes),
-    )
 
 
 # -- inlining

@@ -13,6 +13,7 @@ import strategies
 
 from onnx_inplace import compiler
 from onnx_inplace.compiler import contract, errors, facts, program, schema
+from onnx_inplace.compiler.contract import DOMAIN
 from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, kv, model
 
 STATEFUL = pytest.mark.parametrize("name", file_programs.STATEFUL)
@@ -369,6 +370,34 @@ def test_another_body_is_another_contract() -> None:
     scatter = next(n for n in body.node if n.op_type == "TensorScatter")
     next(a for a in scatter.attribute if a.name == "axis").i = 1
     assert codes(proto) == {"E113"}
+
+
+def test_a_node_that_calls_the_body_of_another() -> None:
+    """One body is right for the first node that calls it, and wrong for the second."""
+    proto = annotated("chain")
+    node = [n for n in proto.graph.node if n.op_type == "CacheUpdate"][-1]
+    node.attribute.add(name="axis", i=-3, type=onnx.AttributeProto.INT)
+    assert codes(proto) >= {"E113"}
+    assert "not what this node means" in messages(proto)
+
+
+@pytest.mark.parametrize(
+    ("domain", "name"), [("", "Identity"), ("", "Loop"), ("", "TensorScatter"), (DOMAIN, "Erase")]
+)
+def test_functions_in_the_name_of_operators(domain: str, name: str) -> None:
+    proto = annotated("chain")
+    function = proto.functions.add(domain=domain, name=name, input=["x"], output=["y"])
+    function.opset_import.add(domain="", version=25)
+    function.node.add(op_type="Neg", input=["x"], output=["y"])
+    assert codes(proto) == {"E113"}
+
+
+def test_an_operator_of_ours_that_is_newer() -> None:
+    proto = annotated("stateless")
+    proto.opset_import.add(domain=DOMAIN, version=1)
+    proto.graph.node[0].domain, proto.graph.node[0].op_type = DOMAIN, "Erase"
+    assert codes(proto) == {"E113"}
+    assert "Erase" in messages(proto)
 
 
 def test_names_in_a_body_do_not_matter() -> None:

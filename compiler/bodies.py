@@ -1,0 +1,85 @@
+"""Functional bodies in a file: stock runtimes must compute what we compute.
+
+A function that stands under the name of an operator with an alias rule is either that operator's
+meaning, as we would write it, or it changes the contract (E113).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import onnx_ir as ir
+
+from onnx_inplace.compiler import contract, derivation, facts, integrity, operators
+from onnx_inplace.compiler.errors import Finding
+
+_CONTROL_FLOW = {("", "If"), ("", "Loop"), ("", "Scan")}
+
+
+def foreign(proto: Any) -> list[Finding]:
+    """Functions and nodes in our name that this version does not know."""
+    findings = []
+    for function in proto.functions:
+        key = ("" if function.domain == "ai.onnx" else function.domain, function.name)
+        redefined = key in contract.RULES or key in _CONTROL_FLOW or key[0] == contract.DOMAIN
+        if redefined and not operators.is_defined(*key):
+            message = (
+                f"function {facts.function_scope(function)} gives an operator another meaning."
+            )
+            findings.append(Finding("E113", message))
+    for _, node in derivation.all_nodes(proto):
+        if node.domain == contract.DOMAIN and not operators.is_defined(node.domain, node.op_type):
+            message = f"{node.domain}::{node.op_type} is no operator that this version knows."
+            findings.append(Finding("E113", message, integrity.source(node)))
+    return findings
+
+
+def changed(model: ir.Model) -> list[Finding]:
+    """Bodies that are not what the nodes that call them mean."""
+    findings = []
+    stored: dict[ir.OperatorIdentifier, object] = {}
+    for node in _nodes(model):
+        identifier = node.op_identifier()
+        function = model.functions.get(identifier)
+        if function is None or not operators.has_body(node):
+            continue
+        if identifier not in stored:
+            stored[identifier] = _canonical(function)
+        name = f"the functional body of {node.op_type} {node.overload}".rstrip()
+        opset = function.opset_imports.get("", operators.OPSET)
+        try:
+            same = stored[identifier] == _canonical(operators.body(node, opset))
+        except operators.NoBody as error:
+            message = f"{name} cannot be what this node means: {error}."
+        else:
+            message = "" if same else f"{name} is not what this node means."
+        if message:
+            findings.append(Finding("E113", message, integrity.source(node)))
+    return findings
+
+
+def _nodes(model: ir.Model) -> Iterator[ir.Node]:
+    yield from ir.traversal.RecursiveGraphIterator(model.graph)
+    for function in model.functions.values():
+        if not derivation.is_body(function.domain, function.name):
+            yield from ir.traversal.RecursiveGraphIterator(function)
+
+
+def _canonical(function: ir.Function) -> object:
+    """A function without the names of its values."""
+    number: dict[ir.Value | None, int] = {None: -1}
+
+    def numbers(values: Any) -> tuple[int, ...]:
+        return tuple(number.setdefault(v, len(number)) for v in values)
+
+    inputs = numbers(function.inputs)
+    nodes = []
+    for node in function:
+        attributes = sorted(
+            (a.name, ir.serde.serialize_attribute(a).SerializeToString(deterministic=True))
+            for a in node.attributes.values()
+        )
+        identifier = node.op_identifier()
+        nodes.append((identifier, numbers(node.inputs), numbers(node.outputs), attributes))
+    return inputs, nodes, numbers(function.outputs), sorted(function.attributes)
