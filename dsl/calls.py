@@ -98,6 +98,7 @@ def _call(r: recorder.Recorder, name: str, callee: Recorded, arguments: Mapping[
         inputs += [
             _argument(r, name, leaf, x, dims) for leaf, (_, x) in zip(leaves, given, strict=True)
         ]
+    r.use_opset(function.opset_imports[""], f"`{name}`")
     identifier = _linked(r, callee.declaration)
     results = r.emit(*identifier, inputs, outputs=len(function.outputs), infer=False)
     by_name = dict(zip((v.name for v in function.inputs), inputs, strict=True))
@@ -280,8 +281,10 @@ def call_script(function: onnxscript.OnnxFunction, args: Any, kwargs: Any) -> An
                 attributes.append(attribute(n, given[n], a.type))
             except TypeError as error:
                 r.fault(f"{function.name}: {error}.")
+    location = places.user_line()
     for f in (*body_functions(function), body):
-        location = places.user_line()
+        if "" in f.opset_imports:
+            r.use_opset(f.opset_imports[""], f"`{f.name}`")
         declaration = program.Declaration(
             f, (Access.READ_ONLY,) * len(f.inputs), (None,) * len(f.outputs), (), location
         )

@@ -40,7 +40,7 @@ def apply(
     """
     r = recorder.current()
     if operator.domain == "" and operator.version is not None:
-        r.use_opset(operator.version)
+        r.use_opset(operator.version, f"op.{operator.name}")
     version = operator.version or r.opset
     known = signature(operator.domain, operator.name, version)
     count = outputs or (known and known.default_outputs()) or 1

@@ -52,6 +52,7 @@ class Recorder:
     def __init__(self, name: str, kind: Kind, opset: int | None, location: Location) -> None:
         self.name, self.kind, self.location = name, kind, location
         self.declared_opset = opset
+        self._has_standard = False
         self.blocks: list[Block] = []
         self.findings: list[Finding] = []
         self.place: Location | None = None
@@ -124,15 +125,14 @@ class Recorder:
         """The version of ONNX's own operators in this graph."""
         return self.declared_opset or operators.OPSET
 
-    def use_opset(self, version: int) -> None:
-        """The author names a version: it is the model's, or a fault."""
-        if self.declared_opset is None:
+    def use_opset(self, version: int, what: str) -> None:
+        """``what`` is of this version: so is everything that is recorded, or it is a fault."""
+        if self.declared_opset is None and not self._has_standard:
             self.declared_opset = version
-        elif self.declared_opset != version:
+        elif self.opset != version:
             self.fault(
-                f"an operator of opset {version} in a {self.kind.value} of opset "
-                f"{self.declared_opset}; "
-                f"give the decorator `opset={version}`, or use one opset."
+                f"{what} is of opset {version}, and what is recorded before it of {self.opset}; "
+                f"let the decorator say `opset={version}`, or use one opset."
             )
 
     # -- names
@@ -167,6 +167,11 @@ class Recorder:
             value.name = self.fresh(variable)
             self._holders[value.name] = value
             value.meta[VARIABLE] = variable
+
+    def is_weight(self, name: str) -> bool:
+        """Whether an initializer has that name: the author chose it, so it stays."""
+        holder = self._holders.get(name)
+        return holder is not None and holder.is_initializer()
 
     def take_name(self, value: ir.Value, name: str) -> None:
         """Give a result its name; who had it before gets another."""
@@ -253,9 +258,13 @@ class Recorder:
             dict(self.functions),
             dict(self._reported),
         )
+        initializers = dict(self._initializers)
         yield attempt
         if not attempt.kept:
             self._holders, self._counts, self.findings, self.functions, self._reported = before
+            for key in [k for k in self._initializers if k not in initializers]:
+                _, value = self._initializers.pop(key)
+                self.blocks[0].graph.initializers.pop(str(value.name))
 
     # -- nodes
 
@@ -280,6 +289,7 @@ class Recorder:
         stems = [op_type.lower()] * count if isinstance(outputs, int) else list(outputs)
         results = [self.value(stem) for stem in stems]
         version = version if version is not None else self.opset if domain == "" else 1
+        self._has_standard = self._has_standard or domain == ""
         node = ir.Node(
             domain,
             op_type,
@@ -334,14 +344,17 @@ class Recorder:
         found = self._initializers.get(id(source))
         if found is not None:
             return found[1]
-        if exact and name in self._holders:
-            self.fault(f"two weights, or a weight and another value, are called `{name}`.")
+        holder = self._holders.get(name)
+        if exact and holder is not None and holder.producer() is None:
+            self.fault(f"two weights, or a weight and a parameter, are called `{name}`.")
             return self.unknown(name)
-        value = self.value(name, ir.TensorType(tensor.dtype), _shape(tensor))
+        value = self.value("constant", ir.TensorType(tensor.dtype), _shape(tensor))
+        if exact:
+            self.take_name(value, name)  # a variable of that name gives way
         value.const_value = tensor
         self.blocks[0].graph.register_initializer(value)
         self._owner[value] = self.blocks[0]
-        value.meta[VARIABLE] = name
+        value.meta[VARIABLE] = value.name
         self._initializers[id(source)] = (source, value)  # kept: its id must not be given again
         return value
 

@@ -84,8 +84,9 @@ class _Collector:
         elif root is not None:
             wanted = f"updated_{root}"
         for name in (wanted, f"updated_{root}" if root else None):
-            if name is not None and name not in taken and name not in self.inputs:
-                return name
+            if name is None or name in taken or name in self.inputs or self.r.is_weight(name):
+                continue
+            return name
         return f"output_{len(self.values)}"
 
     def declare(self, value: ir.Value, type_: ir.TypeProtocol, shape: ir.Shape | None) -> None:

@@ -277,6 +277,16 @@ _KV = types.SimpleNamespace(
 )
 
 
+class _Value(np.ndarray):
+    """An array as a tensor is: `x += y` makes a new one, and other names of `x` keep theirs."""
+
+    def __iadd__(self, other: object) -> np.ndarray:  # type: ignore[override]
+        return self + other
+
+    def __isub__(self, other: object) -> np.ndarray:  # type: ignore[override]
+        return self - other
+
+
 def native(source: str, feed: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     """What Python computes from the text."""
     text = source.replace(PRELUDE, "").replace("@function", "").replace("@model", "")
@@ -284,5 +294,5 @@ def native(source: str, feed: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     code = compile("from __future__ import annotations\n" + text, "<native>", "exec")
     exec(code, names)
     with np.errstate(all="ignore"):
-        results = names["program"](**{k: v.copy() for k, v in feed.items()})  # type: ignore[operator]
+        results = names["program"](**{k: v.copy().view(_Value) for k, v in feed.items()})  # type: ignore[operator]
     return [np.asarray(r) for r in results]

@@ -272,12 +272,25 @@ def test_the_opset_is_25_unless_said_otherwise() -> None:
 
 
 def test_one_model_has_one_opset() -> None:
+    @function(opset=22)
+    def f(x: FLOAT["n"]) -> FLOAT["n"]:
+        return x * 2.0
+
     def declare() -> None:
         @model(opset=24)
         def program(x: FLOAT["n"]) -> FLOAT["n"]:
-            return dsl.opset(23).Relu(x)
+            a = dsl.opset(23).Relu(x)
+            b = f(x)
+            return squared_sum(a, b)
 
-    assert refused(declare) == [("E100", 3)]
+    assert refused(declare) == [("E100", 3), ("E100", 4), ("E100", 5)]
+
+    def late() -> None:
+        @model
+        def program(x: FLOAT["n"]) -> FLOAT["n"]:
+            return dsl.opset(23).Relu(op.Abs(x))
+
+    assert refused(late) == [("E100", 3)]
 
 
 def test_operators_of_other_domains() -> None:

@@ -9,9 +9,9 @@ import onnx
 import onnx_ir
 import onnxruntime
 import pytest
-from recorded import inputs, one, proto, refused
+from recorded import inputs, one, outputs, proto, refused, stock
 
-from onnx_inplace.dsl import BFLOAT16, BOOL, FLOAT, function, model, op, weight
+from onnx_inplace.dsl import BFLOAT16, BOOL, FLOAT, INT64, function, model, op, weight
 
 W = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -85,9 +85,24 @@ def test_variables_give_way_to_weights() -> None:
     @model
     def program(x: FLOAT["n", 2]):
         w = x * 2.0
-        return w @ weight(W, "v"), w
+        return w @ weight(W, "w"), w
 
-    assert list(initializers(program)) == ["v"]
+    assert list(initializers(program)) == ["w"]
+    assert outputs(program) == ["output_0", "output_1"]
+
+
+def test_a_weight_that_a_loop_uses_first_keeps_its_name() -> None:
+    @model
+    def program(x: FLOAT[2, 2], n: INT64[()]):
+        total = 0
+        for _ in range(n):
+            x = x @ weight(np.eye(2, dtype=np.float32), "w")
+            total = total + 0.5
+        w = x * 2.0
+        return w, total
+
+    assert list(initializers(program)) == ["w"]
+    assert [v.tolist() for v in stock(program, x=np.eye(2), n=2).values()] == [[[2, 0], [0, 2]], 1]
 
 
 def test_a_function_holds_its_weight_as_a_constant() -> None:
