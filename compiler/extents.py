@@ -35,7 +35,7 @@ class Extents:
             if value.shape is not None:
                 axes = range(len(value.shape))
                 self._shapes[value] = tuple(_dimension(value, k) for k in axes)
-        self._inputs = set(graph.inputs)
+        self._inputs, self._outputs = set(graph.inputs), set(graph.outputs)
         declared = (size for shape in self._shapes.values() for size in shape or ())
         self._names = {size for size in declared if isinstance(size, str)}
         self._walk(graph)
@@ -64,9 +64,11 @@ class Extents:
 
     def _named_storage(self, value: ir.Value) -> Partial | None:
         """What inference says; and of a name of storage, what its source has, if it is no view."""
-        inferred = None
+        inferred: Partial | None = None
         if value.shape is not None:
             inferred = tuple(self._inferred(d) for d in value.shape)
+            if value in self._outputs:  # its names are what an author says, not what was inferred
+                inferred = tuple(d if isinstance(d, int) else None for d in inferred)
         source, node = self._source.get(value), value.producer()
         if source is None or (node is not None and (node.domain, node.op_type) in _RESHAPING):
             return inferred

@@ -202,6 +202,8 @@ class Binding:
             value = slots[slot]
             if root is not None:
                 results.append(self._storage_of(name, root, value))
+            elif not isinstance(value, np.ndarray):
+                results.append(value)  # a sequence, made by the library in this run
             elif self._belongs_to_others(value, given) or any(value is other for other in results):
                 results.append(value.copy())
             else:

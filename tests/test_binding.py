@@ -486,3 +486,55 @@ def test_a_fork_is_independent(session, cache) -> None:
             there += 1
         assert int(position) == 3 and not np.shares_memory(position, there)
         assert not cache[:, 3].any() and (child[:, 3] == 9).all()
+
+
+# -- reads of what is valid
+
+
+@model
+def attend(
+    keys: Mutable[FLOAT[1, 2, "m", 16]],
+    values: Mutable[FLOAT[1, 2, "m", 16]],
+    query: FLOAT[1, 4, "n", 16],
+    key: FLOAT[1, 2, "n", 16],
+    value: FLOAT[1, 2, "n", 16],
+    position: INT64[1],
+) -> tuple[FLOAT[1, 4, "n", 16], Alias["keys"], Alias["values"]]:
+    keys = op.TensorScatter(keys, key, position)
+    values = op.TensorScatter(values, value, position)
+    length = position + op.Shape(key, start=2, end=3)
+    return op.Attention(query, keys, values, None, None, None, length, is_causal=1), keys, values
+
+
+def attention_inputs(n: int, seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    heads = {"query": 4, "key": 2, "value": 2}
+    return {k: rng.standard_normal((1, h, n, 16)).astype(np.float32) for k, h in heads.items()}
+
+
+def test_what_lies_behind_the_valid_length_does_not_matter(guarded) -> None:
+    """Case 52: after truncation stale rows may hold anything."""
+    session = Session(attend)
+    caches = {name: guarded((1, 2, 16, 16)) for name in ("keys", "values")}
+    with session.bind(**caches) as step:
+        step.run(**attention_inputs(6, seed=0), position=[0])
+        for cache in caches.values():
+            cache[:, :, 4:] = np.nan  # the caller takes two tokens back
+        out = step.run(**attention_inputs(1, seed=1), position=[4])
+    fresh = {name: session.allocate(name, m=16) for name in caches}
+    first = {k: v[:, :, :4] for k, v in attention_inputs(6, seed=0).items()}
+    with session.bind(**fresh) as step:
+        step.run(**first, position=[0])
+        expected = step.run(**attention_inputs(1, seed=1), position=[4])
+    np.testing.assert_array_equal(out[0], expected[0])
+
+
+def test_one_input_decides_about_writes_and_reads(untouched) -> None:
+    session = Session(attend)
+    assert not session.checks.late and session.checks.sliced is None
+    caches = {name: session.allocate(name, m=4) for name in ("keys", "values")}
+    with session.bind(**caches) as step, untouched(*caches.values()):
+        for position in (3, -1, 2**63 - 1):
+            with pytest.raises(errors.CapacityError) as caught:
+                step.run(**attention_inputs(2, seed=0), position=[position])
+            assert (caught.value.cache, caught.value.position) == ("keys", position)

@@ -126,6 +126,15 @@ def test_what_depends_on_data_is_not_known() -> None:
     assert found.partial(values["kept"]) == (None,) and found.size(values["any"], 0) is None
 
 
+def test_names_that_an_author_gave_a_result_are_not_believed() -> None:
+    found, values = extents(
+        """g (float[n] x) => (float[n] y) {
+        y = Concat <axis = 0> (x, x)
+    }"""
+    )
+    assert str(found.size(values["y"], 0)) == "(n + n)"
+
+
 def test_sizes_agree_with_onnxruntime_on_random_chains() -> None:
     """Whatever is claimed about a shape is so."""
     rng, compared = np.random.default_rng(0), 0
