@@ -157,8 +157,11 @@ def _split(node: ir.Node, known: Known) -> Sequence[Partial | None]:
     if before is None or axis is None:
         return ()
     given = _parameter(node, known, "split")
-    parts: Sequence[int | None] = given or [None] * len(node.outputs)
     axis %= len(before)
+    size, count = before[axis], len(node.outputs)
+    even = size // count if isinstance(size, int) and size % count == 0 else None
+    by_size = len(node.inputs) > 1 and node.inputs[1] is not None
+    parts: Sequence[int | None] = given or [None if by_size else even] * count
     return [(*before[:axis], part, *before[axis + 1 :]) for part in parts]
 
 

@@ -44,8 +44,8 @@ def infer(model: ir.Model) -> None:
     """
     with weights.detached(model.graph, _PAYLOAD):
         proto = ir.to_proto(model)
-    _forget_shapes(proto.graph)
     _stand_in(proto.graph, proto.graph)
+    _forget_values(proto.graph)
     try:
         inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
     except onnx.shape_inference.InferenceError as error:
@@ -70,15 +70,27 @@ def infer(model: ir.Model) -> None:
                 value.shape = None
 
 
-def _forget_shapes(graph: onnx.GraphProto) -> None:
-    """Keep the element types of intermediate values: an operator may be unknown to onnx."""
-    for info in graph.value_info:
+def _forget_values(graph: onnx.GraphProto) -> None:
+    """Keep of intermediate values only the element types that operators unknown to onnx give.
+
+    A type without a shape would stay without one: inference does not complete what it is told.
+    """
+    foreign = {
+        name
+        for node in graph.node
+        if not onnx.defs.has(node.op_type, node.domain)
+        for name in node.output
+    }
+    kept = [info for info in graph.value_info if info.name in foreign]
+    del graph.value_info[:]
+    for info in kept:
         if info.type.HasField("tensor_type"):
             info.type.tensor_type.ClearField("shape")
+    graph.value_info.extend(kept)
     for node in graph.node:
         for attribute in node.attribute:
             if attribute.type == onnx.AttributeProto.GRAPH:
-                _forget_shapes(attribute.g)
+                _forget_values(attribute.g)
 
 
 def _infos(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:

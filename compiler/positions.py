@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnx_inplace.compiler import conditions, loader, merging, sizes, slicing
+from onnx_inplace.compiler import check_nodes, conditions, loader, merging, sizes, slicing
 from onnx_inplace.compiler.conditions import Kind, Linear, Requirement
 from onnx_inplace.compiler.errors import ContractError, Finding
 from onnx_inplace.compiler.extents import Extents
@@ -131,7 +131,7 @@ class _Builder:
         self.static: dict[object, Static] = {}
         self.direct: dict[object, Direct] = {}
         self.late: list[Late] = []
-        self.sites: list[slicing.Site] = []
+        self.sites: list[check_nodes.Site] = []
         self.bounds: list[Bound] = []
         self.equalities: dict[ir.Node | None, list[merging.Equality]] = {}
         for needed in self.aliases.equalities:
@@ -202,15 +202,15 @@ class _Builder:
         self.bounds.append(bound)
         self.sites.append(self.site(r, len(self.bounds)))
 
-    def site(self, r: Requirement, number: int) -> slicing.Site:
+    def site(self, r: Requirement, number: int) -> check_nodes.Site:
         """What the slice is told: sizes where they are known, else what to measure."""
 
-        def vector(terms: Sequence[Linear]) -> slicing.Vector:
+        def vector(terms: Sequence[Linear]) -> check_nodes.Vector:
             return tuple(self.partial(term) for term in terms)
 
         subject = r.subject if isinstance(r.subject, ir.Value) else vector(r.subject)
         assert r.node is not None
-        return slicing.Site(
+        return check_nodes.Site(
             r.node,
             number,
             subject,
@@ -239,7 +239,7 @@ class _Builder:
         value, number = found
         return str(value.name), sizes.operation("+", number, offset)
 
-    def partial(self, term: Linear) -> Size | slicing.Measured:
+    def partial(self, term: Linear) -> Size | check_nodes.Measured:
         """A term with all sizes that are known put in."""
         total: Size = term.constant
         unknown = []
@@ -254,11 +254,11 @@ class _Builder:
                 total = size
             else:
                 total = sizes.operation("+" if factor > 0 else "-", total, size)
-        return slicing.Measured(total, tuple(unknown)) if unknown else total
+        return check_nodes.Measured(total, tuple(unknown)) if unknown else total
 
     def size(self, term: Linear) -> Size | None:
         found = self.partial(term)
-        return None if isinstance(found, slicing.Measured) else found
+        return None if isinstance(found, check_nodes.Measured) else found
 
     def sizes(self, terms: Sequence[Linear]) -> tuple[Size, ...] | None:
         found = [self.size(term) for term in terms]

@@ -8,14 +8,20 @@ are needed.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import onnx
 import onnx_ir as ir
 
 from onnx_inplace.compiler import contract
+from onnx_inplace.compiler.check_nodes import (
+    CHECK,
+    CHECK_DOMAIN,
+    TOKEN_SIZE,
+    CheckWriter,
+    Names,
+    Site,
+)
 from onnx_inplace.compiler.knowledge import (
     Knowledge,
     bodies,
@@ -25,81 +31,6 @@ from onnx_inplace.compiler.knowledge import (
     ports,
 )
 from onnx_inplace.compiler.sizes import Size
-
-CHECK_DOMAIN = "onnx_inplace.check"
-CHECK = """
-<domain: "onnx_inplace.check", opset_import: ["" : {opset}]>
-Check (token, number, subject, offset, low, high, length, capacity) => (updated) {{
-    zero = Constant <value_int: int = 0> ()
-    all = Constant <value_ints: ints = [-1]> ()
-    shifted = Add (subject, offset)
-    below = Less (shifted, low)
-    above = Greater (shifted, high)
-    outside = Or (below, above)
-    flat = Reshape (outside, all)
-    found = NonZero (flat)
-    places = Reshape (found, all)
-    count = Size (places)
-    any = Greater (count, zero)
-    before = Gather (token, zero)
-    clean = Equal (before, zero)
-    take = And (any, clean)
-    updated = If (take) <
-        then_branch = violated () => (report) {{
-            start = Constant <value_ints: ints = [0]> ()
-            one = Constant <value_ints: ints = [1]> ()
-            place = Slice (places, start, one)
-            shape = Shape (outside)
-            spread = Expand (shifted, shape)
-            numbers = Reshape (spread, all)
-            position = Gather (numbers, place)
-            width = Size (capacity)
-            column = Mod (place, width)
-            size = Gather (capacity, column)
-            report = Concat <axis: int = 0> (number, position, length, size, place)
-        }},
-        else_branch = kept () => (same) {{ same = Identity (token) }}
-    >
-}}"""
-TOKEN_SIZE = 5  # number of the check, position, length, capacity, place
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Measured:
-    """A number that the slice computes: ``base + sum(factor * shape(value)[axis])``."""
-
-    base: Size
-    axes: tuple[tuple[int, ir.Value, int], ...]
-
-
-Vector = tuple[Size | Measured, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Site:
-    """One check: ``low <= subject + offset <= high`` before ``node``; ``number`` is reported."""
-
-    node: ir.Node
-    number: int
-    subject: ir.Value | Vector
-    offset: Vector
-    low: Vector
-    high: Vector
-    length: Vector
-    capacity: Vector
-
-    @property
-    def vectors(self) -> tuple[Vector, ...]:
-        """All that is no content of a value, in the order of the check's inputs."""
-        return self.offset, self.low, self.high, self.length, self.capacity
-
-    def measured(self) -> Iterable[ir.Value]:
-        """Values whose shapes the slice must compute."""
-        own = () if isinstance(self.subject, ir.Value) else (self.subject,)
-        for vector in (*own, *self.vectors):
-            for item in vector:
-                if isinstance(item, Measured):
-                    yield from (value for _, value, _ in item.axes)
 
 
 class Slicer:
@@ -120,9 +51,8 @@ class Slicer:
         self._parameters: dict[ir.Value, tuple[ir.Value, ...]] = {}
         self._active: set[ir.Node] = set()  # control nodes that the token goes through
         self._needed: set[ir.Value] = set()
-        self._sizes: dict[tuple[Size, ...], str] = {}
-        self._done: list[set[object]] = [set()]  # checks that have been made, by enclosing block
-        self._count = 0
+        self._names = Names()
+        self._writer = CheckWriter(self._names)
         self.inputs: tuple[str, ...] = ()
         self.sizes: tuple[tuple[str, tuple[Size, ...]], ...] = ()
 
@@ -137,7 +67,7 @@ class Slicer:
         token = self._block(graph, "%token", nodes)
         given = [v for v in graph.inputs if v in self._needed and not v.is_initializer()]
         self.inputs = tuple(str(v.name) for v in given)
-        self.sizes = tuple((name, sizes) for sizes, name in self._sizes.items())
+        self.sizes = tuple((name, sizes) for sizes, name in self._writer.sizes.items())
         info = onnx.helper.make_tensor_value_info
         proto = onnx.helper.make_graph(
             nodes,
@@ -229,7 +159,7 @@ class Slicer:
         """Append what stays of a block; return the name of the token at its end."""
         for node in graph:
             for site in self._sites.get(node, ()):
-                token = self._check(site, token, nodes)
+                token = self._writer.check(site, token, nodes)
             if is_control(node):
                 if node in self._active or any(v in self._needed for v in node.outputs):
                     token = self._control(node, token, nodes)
@@ -238,7 +168,7 @@ class Slicer:
         return token
 
     def _control(self, node: ir.Node, token: str, nodes: list[onnx.NodeProto]) -> str:
-        after = self._name("token") if node in self._active else None
+        after = self._names.new("token") if node in self._active else None
         make = self._branch if node.op_type == "If" else self._repeat
         nodes.append(make(node, token, after))
         return after or token
@@ -262,7 +192,7 @@ class Slicer:
         if node.op_type == "Scan" and not scanned:  # it takes a sequence to say how many steps
             known = (k for k, (s, _) in enumerate(p.scanned) if s in needed)
             scanned = [next(known)]
-        inner = self._name("token") if after else token
+        inner = self._names.new("token") if after else token
         body = self._body(
             bodies(node)[0],
             p.own,
@@ -302,14 +232,14 @@ class Slicer:
     ) -> onnx.GraphProto:
         """What stays of a branch or body; the token stands between the two kinds of ports."""
         nodes: list[onnx.NodeProto] = []
-        self._done.append(set())
+        self._writer.open()
         last = self._block(body, token, nodes)
-        self._done.pop()
+        self._writer.close()
         state = onnx.helper.make_tensor_value_info(token, onnx.TensorProto.INT64, [TOKEN_SIZE])
         info = _info_with_shape if scan else _info
         returned = []
         if leaves:  # a result must be made inside, even where no check changes the token
-            name = self._name("token")
+            name = self._names.new("token")
             nodes.append(onnx.helper.make_node("Identity", [last], [name]))
             shape = [TOKEN_SIZE] if scan else None
             returned = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, shape)]
@@ -325,61 +255,6 @@ class Slicer:
             [*map(info, outputs), *returned, *map(info, stacked)],
             initializer=_tensors(body, self._needed),
         )
-
-    # -- checks
-
-    def _check(self, site: Site, token: str, nodes: list[onnx.NodeProto]) -> str:
-        key = (site.subject, *site.vectors)
-        if any(key in done for done in self._done):
-            return token
-        self._done[-1].add(key)
-        if isinstance(site.subject, ir.Value):
-            subject = self._int64(site.subject, nodes)
-        else:
-            subject = self._vector(site.subject, nodes)
-        vectors = [self._vector(v, nodes) for v in ((site.number,), *site.vectors)]
-        after = self._name("token")
-        inputs = [token, vectors[0], subject, *vectors[1:]]
-        nodes.append(onnx.helper.make_node("Check", inputs, [after], domain=CHECK_DOMAIN))
-        return after
-
-    def _int64(self, value: ir.Value, nodes: list[onnx.NodeProto]) -> str:
-        if value.dtype == ir.DataType.INT64:
-            return str(value.name)
-        return self._node(nodes, "Cast", [str(value.name)], to=onnx.TensorProto.INT64)
-
-    def _vector(self, vector: Vector, nodes: list[onnx.NodeProto]) -> str:
-        """Name of an int64 vector: an input of the slice, or computed where the block stands."""
-        sizes = tuple(item for item in vector if not isinstance(item, Measured))
-        if len(sizes) == len(vector):
-            return self._sizes.setdefault(sizes, f"%sizes.{len(self._sizes)}")
-        parts = []
-        for item in vector:
-            if not isinstance(item, Measured):
-                parts.append(self._vector((item,), nodes))
-                continue
-            total = self._vector((item.base,), nodes)
-            for factor, value, axis in item.axes:
-                shape = self._node(nodes, "Shape", [str(value.name)])
-                where = self._node(nodes, "Constant", [], value_ints=[axis])
-                size = self._node(nodes, "Gather", [shape, where])
-                if abs(factor) != 1:
-                    times = self._vector((abs(factor),), nodes)
-                    size = self._node(nodes, "Mul", [size, times])
-                total = self._node(nodes, "Add" if factor > 0 else "Sub", [total, size])
-            parts.append(total)
-        return parts[0] if len(parts) == 1 else self._node(nodes, "Concat", parts, axis=0)
-
-    def _node(
-        self, nodes: list[onnx.NodeProto], op_type: str, inputs: list[str], **attributes: Any
-    ) -> str:
-        name = self._name(op_type.lower())
-        nodes.append(onnx.helper.make_node(op_type, inputs, [name], **attributes))
-        return name
-
-    def _name(self, base: str) -> str:
-        self._count += 1
-        return f"%{base}.{self._count}"  # no name of an author begins with %
 
 
 def _plain(node: ir.Node) -> onnx.NodeProto:
