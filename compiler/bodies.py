@@ -20,13 +20,16 @@ _CONTROL_FLOW = {("", "If"), ("", "Loop"), ("", "Scan")}
 def foreign(proto: Any) -> list[Finding]:
     """Functions and nodes in our name that this version does not know."""
     findings = []
+    imports = [o for block in (proto, *proto.functions) for o in block.opset_import]
+    for version in sorted({o.version for o in imports if o.domain == contract.DOMAIN}):
+        if version != contract.VERSION:
+            message = f"{contract.DOMAIN} {version} is imported; {contract.VERSION} is known here."
+            findings.append(Finding("E113", message))
     for function in proto.functions:
         key = ("" if function.domain == "ai.onnx" else function.domain, function.name)
         redefined = key in contract.RULES or key in _CONTROL_FLOW or key[0] == contract.DOMAIN
         if redefined and not operators.is_defined(*key):
-            message = (
-                f"function {facts.function_scope(function)} gives an operator another meaning."
-            )
+            message = f"function {facts.function_scope(function)} redefines an operator."
             findings.append(Finding("E113", message))
     for _, node in derivation.all_nodes(proto):
         if node.domain == contract.DOMAIN and not operators.is_defined(node.domain, node.op_type):

@@ -400,6 +400,15 @@ def test_an_operator_of_ours_that_is_newer() -> None:
     assert "Erase" in messages(proto)
 
 
+def test_a_version_of_our_domain_that_is_newer() -> None:
+    proto = annotated("calls")
+    for imported in proto.opset_import:
+        if imported.domain == DOMAIN:
+            imported.version = 2
+    assert codes(proto) == {"E113"}
+    assert "onnx_inplace 2" in messages(proto)
+
+
 def test_names_in_a_body_do_not_matter() -> None:
     proto = annotated("plain")
     body = body_of(proto)
