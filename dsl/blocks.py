@@ -19,7 +19,10 @@ SYNTHETIC = "onnx_inplace.synthetic"  # key in ir.Node.meta: recorded by us, and
 def as_value(r: recorder.Recorder, x: Any, dtype: ir.DataType | None, name: str) -> ir.Value:
     """A tensor or a number as a value of the open block."""
     if isinstance(x, Operand):
-        return x.value
+        value = x.value
+        if dtype is None or value.dtype == dtype or not r.is_weak(value):
+            return value
+        return r.emit("", "Cast", [value], [ir.AttrInt64("to", int(dtype))])[0]
     try:
         return r.constant(literals.literal(x, dtype))
     except (literals.Lost, TypeError) as error:

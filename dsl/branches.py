@@ -77,8 +77,10 @@ def record(test: Operand, then: Thunk, other: Thunk, variables: Variables) -> No
     before = variables.values(location)
     recorded: list[recorder.Block] = []
     after: list[list[Any]] = []
+    copies: list[list[Any]] = []
     for label, branch in (("then", then), ("else", other)):
-        variables.assign(before)
+        copies.append([structures.copied(x, Operand) for x in before])
+        variables.assign(copies[-1])
         with r.block(f"{label}_line_{location.line}") as block:
             branch()
             after.append(variables.values(location))
@@ -86,7 +88,13 @@ def record(test: Operand, then: Thunk, other: Thunk, variables: Variables) -> No
     merge = _Merge(location)
     merged = [merge.merge(*v) for v in zip(variables.names, *after, strict=True)]
     outputs = _emit(r, test, recorded, merge, location)
-    variables.assign([_filled(x, outputs) for x in merged])
+    results = []
+    for k, x in enumerate(merged):
+        result = _filled(x, outputs)
+        if not is_undefined(x) and all(a[k] is c[k] for a, c in zip(after, copies, strict=True)):
+            result = structures.update(before[k], result)  # the object that both branches changed
+        results.append(result)
+    variables.assign(results)
 
 
 def choose(test: Operand, then: Thunk, other: Thunk) -> Any:

@@ -43,11 +43,6 @@ class _Carried:
     formal: ir.Value
     result: Any = None
 
-    @property
-    def is_number(self) -> bool:
-        """Whether Python's number stands before the loop."""
-        return literals.is_number(self.initial)
-
 
 def record(items: Items, body: Body, targets: int, variables: Variables) -> None:
     """Record a loop, and assign the variables that it changed."""
@@ -88,6 +83,7 @@ class _Recording:
         self.targets, self.location, self.types = targets, location, types
         self.carried: list[_Carried] = []
         self.after: list[Any] = []
+        self.rebound: list[bool] = []
         self.block = recorder.Block(ir.Graph([], [], nodes=[], name=f"body_line_{location.line}"))
         self.condition: ir.Value | None = None
 
@@ -100,8 +96,9 @@ class _Recording:
             structures.transform(self.enter, x, Operand, name) if not is_undefined(x) else x
             for name, x in zip(self.variables.names, self.before, strict=True)
         ]
+        given = [structures.copied(x, Operand) for x in inside]
         item = self.open()
-        self.variables.assign(inside)
+        self.variables.assign(given)
         with r.reopened(self.block):
             run(self.item(item))
             self.after = self.variables.values(self.location)
@@ -119,12 +116,14 @@ class _Recording:
         }
         for c in self.carried:
             c.result = results.get(id(c.formal), c.formal)
+        self.rebound = [a is not g for a, g in zip(self.after, given, strict=True)]
 
     def enter(self, x: Any, name: str) -> Any:
         """A tensor or number in a variable becomes a parameter of the body."""
         if not is_leaf(x) or is_undefined(x) or isinstance(x, Stack):
             return x
         value = x.value if isinstance(x, Operand) else None
+        weak = value is None or self.r.is_weak(value)
         type_, shape = self.types.get(name, (None, None))
         if name not in self.types:
             type_ = ir.TensorType(literals.default_type(x)) if value is None else value.type
@@ -135,7 +134,7 @@ class _Recording:
             )
         formal = self.r.value(name, type_, shape)
         c = _Carried(name, x, type_, shape, formal)
-        if c.is_number and name not in self.types:
+        if weak and not literals.is_array(x) and name not in self.types:
             self.r.make_weak(formal)
         if value is not None and self.r.is_unknown(value):
             return x
@@ -206,7 +205,7 @@ class _Recording:
             if value is not None and (r.is_unknown(value) or value.type is None):
                 continue
             type_, shape = c.type, c.shape
-            if c.is_number and r.is_weak(c.formal):
+            if r.is_weak(c.formal):
                 dtype = value.dtype if value is not None else literals.default_type([c.initial, x])
                 type_ = ir.TensorType(dtype) if dtype is not None else c.type
                 changed = changed or type_ != c.type
@@ -367,10 +366,12 @@ class _Recording:
             return values.get(id(c.formal), c.result)
 
         left = structures.transform(after, x, Operand, name)
-        if not structures.contains(Operand, x) and not is_leaf(x) and not same(x, y):
+        if structures.contains(Operand, x) or is_leaf(x):
+            return left if self.rebound[k] else structures.update(x, left)
+        if not same(x, y):
             self.r.fault(
-                f"`{name}` is a Python value that a step of the loop changes: only tensors can "
-                "be carried.",
+                f"`{name}` is a Python value that a step of the loop changes: "
+                "only tensors can be carried.",
                 location=self.location,
             )
         return left

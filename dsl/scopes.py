@@ -49,6 +49,22 @@ def assigned(statements: Iterable[ast.AST]) -> list[str]:
     return list(names)
 
 
+def changed(statements: Iterable[ast.AST]) -> list[str]:
+    """Variables whose members the statements assign: ``x[0] = ...``, ``x.k = ...``."""
+    names: dict[str, None] = {}
+    for statement in statements:
+        for node in walk(statement):
+            if isinstance(node, ast.Subscript | ast.Attribute) and not isinstance(
+                node.ctx, ast.Load
+            ):
+                base: ast.expr = node
+                while isinstance(base, ast.Subscript | ast.Attribute):
+                    base = base.value
+                if isinstance(base, ast.Name):
+                    names[base.id] = None
+    return list(names)
+
+
 def jump(statements: Iterable[ast.AST], in_loop: bool = False) -> ast.stmt | None:
     """The first statement that leaves the block; a break of a loop inside of it does not."""
     for node in statements:

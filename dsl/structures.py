@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from onnx_inplace.dsl import literals
@@ -37,6 +37,28 @@ def rebuild(x: Any, members: Sequence[Any]) -> Any:
         return dict(zip(x, members, strict=True))
     names = [f.name for f in dataclasses.fields(x) if f.init]
     return dataclasses.replace(x, **dict(zip(names, members, strict=True)))
+
+
+def update(x: Any, new: Any) -> Any:
+    """Give ``x`` the members of ``new``, so that all who hold ``x`` see them; else ``new``."""
+    if isinstance(x, list):
+        x[:] = new
+    elif isinstance(x, MutableMapping):
+        x.update(new)
+    elif dataclasses.is_dataclass(x) and not isinstance(x, type):
+        try:
+            for name, member in children(new) or []:
+                setattr(x, name, member)
+        except dataclasses.FrozenInstanceError:
+            return new
+    else:
+        return new
+    return x
+
+
+def copied(x: Any, kind: type) -> Any:
+    """The structure again, with the same leaves: what a block does to it stays in the block."""
+    return transform(lambda leaf, _: leaf, x, kind)
 
 
 def contains(kind: type, x: Any) -> bool:

@@ -1,6 +1,8 @@
 # ruff: noqa: F841, B007, RUF021  (programs as authors write them, faulty ones among them)
 """Python values run, tensors record: statements and expressions that decide."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from recorded import one, operators, outputs, proto, shapes, stock, walk
@@ -381,6 +383,66 @@ def test_a_conditional_expression_decides(k: bool) -> None:
         return (x + 1.0 if k else x - 1.0) * (2.0 if operators else 3.0)
 
     assert one(program, x=[1], k=k) == [4 if k else 0]
+
+
+# -- members of structures
+
+
+def test_members_can_be_assigned_in_branches_and_loops() -> None:
+    @model
+    def program(
+        caches: tuple[Mutable[Cache], Mutable[Cache]], new: New, k: BOOL[()], n: INT64[()]
+    ) -> Alias["caches"]:
+        state = list(caches)
+        same = state
+        for layer in range(2):
+            if k:
+                state[layer] = kv.CacheUpdate(state[layer], new, layer)
+        for i in range(n):
+            for layer in range(2):
+                same[layer] = kv.CacheUpdate(same[layer], new * 2.0, i + 2)
+        return state
+
+    zeros = np.zeros((1, 5, 4))
+    feeds = {"caches.0": zeros, "caches.1": zeros, "new": np.ones((1, 1, 4)), "n": 2}
+    got = [v[0, :, 0].tolist() for v in stock(program, **feeds, k=True).values()]
+    assert got == [[1, 0, 2, 2, 0], [0, 1, 2, 2, 0]]
+
+
+def test_attributes_and_keys_can_be_assigned_as_well() -> None:
+    @dataclasses.dataclass
+    class State:
+        a: object
+        b: object
+
+    @model
+    def program(x: FLOAT["n"], k: BOOL[()], n: INT64[()]) -> tuple[FLOAT["n"], FLOAT["n"]]:
+        state, named = State(x, x), {"y": x}
+        if k:
+            state.a = state.a + 1.0
+            named["y"] = state.a * 2.0
+        for _ in range(n):
+            state.b = state.b + named["y"]
+        return state.a, state.b
+
+    assert [v.item() for v in stock(program, x=[1], k=True, n=2).values()] == [2, 9]
+    assert [v.item() for v in stock(program, x=[1], k=False, n=1).values()] == [1, 2]
+
+
+def test_numbers_take_their_type_through_nested_loops() -> None:
+    @model
+    def program(x: FLOAT16[()], n: INT64[()], k: BOOL[()]) -> FLOAT16[()]:
+        total = 0.0
+        for _ in range(n):
+            for _ in range(n):
+                if k:
+                    total = total + x
+                else:
+                    total = 1.0
+        return total
+
+    assert one(program, x=1.5, n=2, k=True) == np.float16(6)
+    assert one(program, x=1.5, n=2, k=False) == 1
 
 
 # -- what is Python's stays Python's

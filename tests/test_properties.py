@@ -83,4 +83,4 @@ def test_a_text_means_what_python_says() -> None:
     agrees()
     print(f"{verdicts.total()} texts: {dict(verdicts)}")
     assert verdicts["accepted"] >= 0.5 * SCRIPTS
-    assert verdicts["refused"] >= 0.1 * SCRIPTS
+    assert verdicts["refused"] >= 0.04 * SCRIPTS
