@@ -40,6 +40,27 @@ def _copies(nodes: list[ir.Node], facts: partition.Facts) -> Iterator[Copied]:
                 if held is not None and held in facts.roots:
                     reason = _CONTAINERS[node.op_type]
                     yield Copied(value, facts.roots[held].name, reason, integrity.source(node))
+        elif node.domain == "" and node.op_type == "Scan":
+            yield from _sliced(node, facts)
+
+
+def _sliced(node: ir.Node, facts: partition.Facts) -> Iterator[Copied]:
+    """Elements along an inner axis are not contiguous in the root: each is copied for its round."""
+    body = node.attributes["body"].as_graph()
+    scanned = node.attributes["num_scan_inputs"].as_int()
+    axes = (
+        node.attributes["scan_input_axes"].as_ints() if "scan_input_axes" in node.attributes else ()
+    )
+    for whole, element, axis in zip(
+        node.inputs[-scanned:], body.inputs[-scanned:], axes, strict=False
+    ):
+        if whole is not None and whole in facts.roots and axis != 0:
+            yield Copied(
+                element.name or "",
+                facts.roots[whole].name,
+                "a Scan takes it apart along an inner axis",
+                integrity.source(node),
+            )
 
 
 def fallbacks(nodes: list[ir.Node], facts: partition.Facts) -> tuple[Fallback, ...]:

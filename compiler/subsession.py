@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import onnx
 import onnx_ir as ir
 
-from onnx_inplace.compiler import errors, flat, weights
+from onnx_inplace.compiler import errors, flat, integrity, weights
 from onnx_inplace.compiler.steps import Port, SubSession, Weight
 
 IN_MEMORY = "in memory"  # location of a weight that no file holds; the runner replaces it
@@ -29,7 +29,7 @@ def build(
     initializers = [v for v in taken if v.is_initializer()]
     entering = [v for v in taken if not v.is_initializer()]
     graph = onnx.helper.make_graph(
-        [ir.to_proto(node) for node in nodes],
+        [_node(node) for node in nodes],
         "sub_session",
         [_info(v) for v in entering],
         [_info(v) for v in wanted],
@@ -62,6 +62,24 @@ def inputs(nodes: Sequence[ir.Node]) -> list[ir.Value]:
     made = {v for node in nodes for v in node.outputs}
     taken = dict.fromkeys(v for node in nodes for v in flat.captures(node))
     return [v for v in taken if v not in made]
+
+
+def _node(node: ir.Node) -> onnx.NodeProto:
+    """A node whose name says where it comes from: the library's errors quote it."""
+    proto = ir.to_proto(node)
+    _name_nodes(proto, node)
+    return proto
+
+
+def _name_nodes(proto: onnx.NodeProto, node: ir.Node) -> None:
+    source = integrity.source(node)
+    result = node.outputs[0].name if node.outputs else node.name
+    proto.name = f"`{result}`" if source is None else f"`{result}` ({source})"
+    proto.ClearField("metadata_props")
+    bodies = [a.g for a in proto.attribute if a.type == onnx.AttributeProto.GRAPH]
+    for body, graph in zip(bodies, flat.inner_graphs(node), strict=True):
+        for inner_proto, inner in zip(body.node, graph, strict=True):
+            _name_nodes(inner_proto, inner)
 
 
 def _stands_inside(value: ir.Value) -> bool:

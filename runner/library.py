@@ -13,9 +13,13 @@ import onnx_ir as ir
 import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as ort
 
+from onnx_inplace.compiler import errors
 from onnx_inplace.compiler.steps import SubSession, Weight
 
 _SILENT = 4  # log severity: fatal
+# [us] A worker waits awake for the next product of the same sub-session, not longer: kernels of
+# ours and other processes need the core. Not to spin at all costs a wake-up for every product.
+_SPIN = "20"
 # Operators that take a constant input as it is. Others may repack it into memory of their own.
 _KEEP = {"Add", "Div", "Gather", "GatherElements", "GatherND", "Identity", "Mul", "Slice", "Sub"}
 # Where the bytes of a weight in memory would stand: beyond the end of a file that exists. So an
@@ -40,9 +44,9 @@ def _share_arena() -> None:
 class Library:
     """Loads the sub-sessions of one session.
 
-    Each sub-session has threads of its own, which sleep when it is not running: kernels of ours run
-    beside them. The pool of the process is left alone, because once it is made, onnxruntime refuses
-    every session of the caller that does not ask for it ("use_per_session_threads must be false").
+    Each sub-session has threads of its own, which sleep when it is not running. The pool of the
+    process is left alone, because once it is made, onnxruntime refuses every session of the caller
+    that does not ask for it ("use_per_session_threads must be false").
     """
 
     def __init__(self, threads: int):
@@ -50,12 +54,19 @@ class Library:
         self._values: dict[int, tuple[ir.TensorProtocol, onnxruntime.OrtValue]] = {}
 
     def load(self, step: SubSession) -> onnxruntime.InferenceSession:
-        """A session that is ready to run."""
+        """A session that is ready to run.
+
+        Raises:
+            errors.UnsupportedOperator: onnxruntime does not know an operator, or not for this type.
+        """
         try:
-            return self._load(step, copied=False)
-        except ort.Fail:
-            # an optimizer asked for the content of a weight that is in memory only
-            return self._load(step, copied=True)
+            try:
+                return self._load(step, copied=False)
+            except ort.Fail:
+                # an optimizer asked for the content of a weight that is in memory only
+                return self._load(step, copied=True)
+        except (ort.NotImplemented, ort.InvalidGraph) as error:
+            raise _unsupported(step, str(error)) from None
 
     def _load(self, step: SubSession, *, copied: bool) -> onnxruntime.InferenceSession:
         options = self._options()
@@ -94,7 +105,7 @@ class Library:
         options.add_session_config_entry("session.use_env_allocators", "1")
         if self._threads > 1:
             options.add_session_config_entry("session.force_spinning_stop", "1")
-            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+            options.add_session_config_entry("session.intra_op.spin_duration_us", _SPIN)
         return options
 
     def _value(self, weight: Weight) -> onnxruntime.OrtValue:
@@ -107,6 +118,14 @@ class Library:
             )
             held = self._values[id(tensor)] = tensor, value
         return held[1]
+
+
+def _unsupported(step: SubSession, message: str) -> errors.UnsupportedOperator:
+    """Which node onnxruntime means; its names are those that the plan gave."""
+    nodes = _nodes(onnx.ModelProto.FromString(step.model).graph)
+    found = next((n for n in nodes if n.name and n.name in message), onnx.NodeProto())
+    reason = message.split(" : ")[-1]
+    return errors.UnsupportedOperator(found.domain, found.op_type, f"onnxruntime: {reason}")
 
 
 def _refer_nowhere(proto: onnx.ModelProto, names: set[str]) -> None:

@@ -336,3 +336,24 @@ def test_an_unknown_type_is_refused_by_name(monkeypatch) -> None:
     with pytest.raises(errors.UnsupportedOperator) as caught:
         compiler.plan(program)
     assert caught.value.op_type == "Mystery"
+
+
+@pytest.mark.parametrize(("axis", "copies"), [(0, []), (1, [("k", "cache")])])
+def test_a_scan_along_an_inner_axis_copies_its_elements(axis, copies) -> None:
+    element = ["float[6,4]", "float[2,4]"][axis]
+    program = textual.build(
+        f"""main (float[2,6,4] cache, float[2,6,4] next) => (float[2,6,4] out, {element} y) {{
+            shape = Constant <value_ints = [{",".join(element[6:-1].split(","))}]> ()
+            zero = Constant <value = float {{0.0}}> ()
+            start = Expand(zero, shape)
+            y, all = Scan <num_scan_inputs = 1, scan_input_axes = [{axis}], body = b
+                ({element} sum, {element} k) => ({element} more, {element} seen) {{
+                    more = Add(sum, k)
+                    seen = Neg(k)
+                }}> (start, cache)
+            out = onnx_inplace.Assign(cache, next)
+        }}""",
+        ["cache"],
+        ["cache", None],
+    )
+    assert [(c.value, c.root) for c in compiler.plan(program).copies] == copies

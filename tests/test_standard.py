@@ -12,9 +12,9 @@ import onnxruntime
 import pytest
 import textual
 
-from onnx_inplace import Session, compiler
+from onnx_inplace import Session, compiler, errors
 from onnx_inplace.compiler import program, steps
-from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, kv, model, op, weight
+from onnx_inplace.dsl import BFLOAT16, FLOAT, INT64, Alias, Mutable, kv, model, op, weight
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner import execute, frames
 
@@ -334,3 +334,35 @@ def test_a_failing_sub_session_leaves_the_binding_usable() -> None:
         for k in range(3):
             step.run(token=np.array([k]), position=k)
             np.testing.assert_array_equal(cache[k], 1)
+
+
+def test_what_onnxruntime_does_not_know_is_refused_at_load_by_name() -> None:
+    """It has no product of bfloat16 on CPUs."""
+
+    @model
+    def product(
+        cache: Mutable[BFLOAT16["m", 2]], x: BFLOAT16[2, 2], position: INT64[()]
+    ) -> tuple[Alias["cache"], BFLOAT16[2, 2]]:
+        y = op.MatMul(x, x)
+        return kv.CacheUpdate(cache, y, position), y
+
+    with pytest.raises(errors.UnsupportedOperator) as caught:
+        Session(product)
+    assert (caught.value.domain, caught.value.op_type) == ("", "MatMul")
+    assert "`y` (test_standard.py:" in str(caught.value)
+
+
+def test_a_failing_node_is_named_with_its_line() -> None:
+    @model
+    def lookup(
+        cache: Mutable[FLOAT["m", 8]], token: INT64[1], position: INT64[()]
+    ) -> tuple[Alias["cache"], FLOAT[1, 8]]:
+        row = op.Gather(op.Constant(value=np.ones((4, 8), np.float32)), token)
+        return kv.CacheUpdate(cache, row, position), row
+
+    session = Session(lookup)
+    with (
+        session.bind(cache=random(4, 8)) as step,
+        pytest.raises(Exception, match=r"`row` \(test_standard.py:\d+\)"),
+    ):
+        step.run(token=np.array([9]), position=0)
