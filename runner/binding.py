@@ -53,9 +53,6 @@ class Binding:
             port.unify(self.arrays[port.name].shape, self._dims)
         for name, array in self.arrays.items():
             storage.check_layout(name, array)
-        self._end = weakref.finalize(
-            self, storage.leases.give_back, storage.leases.take(self.arrays)
-        )
         self.generation = 0
         self._session = session
         self._running = threading.Lock()
@@ -66,6 +63,10 @@ class Binding:
         self._shapes: tuple[tuple[int, ...], ...] | None = None
         self._checks: tuple[Check, ...] = ()
         self._frame: execute.Run
+        # Last, so that nothing can fail between the lease and its finalizer.
+        self._end = weakref.finalize(
+            self, storage.leases.give_back, storage.leases.take(self.arrays)
+        )
 
     def __enter__(self) -> Self:
         """The binding itself: the lease has begun already."""

@@ -11,7 +11,7 @@ import math
 import operator
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -77,7 +77,7 @@ class Session:
         self._slot_of = {port.name: slot for slot, port in ports}
         self._engine = execute.Engine(self.plan, Settings(threads=threads))
         self.prechecks = checks.Prechecks(self.checks, self._slot_of)
-        self._kept = sorted(storage.interval(a) for a in self._engine.constants.values())
+        self._kept = _disjoint(storage.interval(a) for a in self._engine.constants.values())
         weights = _weights_in_memory(graph)
         if weights:
             weakref.finalize(self, storage.leases.give_back, storage.leases.lend(weights))
@@ -166,8 +166,8 @@ class Session:
 
     def keeps(self, mine: Interval) -> bool:
         """Whether ``mine`` lies in a constant of the plan."""
-        at = bisect.bisect_left(self._kept, mine.stop, key=lambda kept: kept.start)
-        return any(kept.overlaps(mine) for kept in self._kept[:at])
+        at = bisect.bisect_left(self._kept, (mine.stop, 0)) - 1
+        return at >= 0 and self._kept[at].overlaps(mine)
 
 
 def _weights_in_memory(graph: ir.Graph) -> dict[str, Array]:
@@ -183,6 +183,17 @@ def _weights_in_memory(graph: ir.Graph) -> dict[str, Array]:
             if not isinstance(memory, bytes):
                 arrays[name] = value.const_value.raw
     return arrays
+
+
+def _disjoint(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same bytes in intervals that do not overlap, in order."""
+    found: list[Interval] = []
+    for one in sorted(intervals):
+        if found and one.start < found[-1].stop:
+            found[-1] = Interval(found[-1].start, max(found[-1].stop, one.stop))
+        elif one.start < one.stop:
+            found.append(one)
+    return found
 
 
 def _size(port: inputs.Port, dim: int | str | None, value: object) -> int:

@@ -375,6 +375,28 @@ def test_a_failure_after_a_write_is_told_until_reset() -> None:
         assert cache.tolist() == [1, 2, 1, 2, 0, 0, 0, 0]
 
 
+@model
+def chase(cache: Mutable[INT64["m"]], new: INT64[1], steps: INT64[()]) -> Alias["cache"]:
+    for _ in range(steps):
+        cache = kv.CacheUpdate(cache, new, op.ReduceSum(cache, keepdims=0), axis=0)
+    return cache
+
+
+def test_every_round_of_a_loop_that_has_written_is_told() -> None:
+    session = Session(chase)
+    cache = session.allocate("cache", m=8)
+    with session.bind(cache=cache) as step:
+        step.run(new=[3], steps=3)
+        assert cache.tolist() == [3, 0, 0, 3, 0, 0, 3, 0]
+        cache[:] = 0
+        with pytest.raises(errors.CapacityError) as caught:
+            step.run(new=[3], steps=4)
+        assert (caught.value.position, caught.value.capacity) == (9, 8)
+        with pytest.raises(errors.DirtyState) as dirty:
+            step.run(new=[3], steps=1)
+        assert [w.position for w in dirty.value.written] == [0, 3, 6]
+
+
 def test_a_failure_before_any_write_leaves_the_binding_clean() -> None:
     session = Session(counted)
     cache = session.allocate("cache", m=8)

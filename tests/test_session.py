@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import inspect
 
 import ml_dtypes
 import numpy as np
@@ -203,3 +204,9 @@ def test_sessions_of_one_model_share_nothing_that_is_lent() -> None:
         assert storage.leases.holder(storage.interval(a)) == "cache"
         with pytest.raises(errors.BindingInUse):
             second.bind(cache=a)
+
+
+def test_there_is_no_way_to_opt_out() -> None:
+    """Case 94. Checks are not a mode."""
+    assert list(inspect.signature(Session).parameters) == ["source", "threads"]
+    assert list(inspect.signature(Session.run).parameters) == ["self", "feeds", "writable"]
