@@ -48,6 +48,7 @@ class Problem:
         code: of a rule, or the name of an error.
         title: of the rule.
         message: what is wrong.
+        repair: what to do about it; None where that is not known.
         text: all of it, for a terminal.
     """
 
@@ -56,6 +57,7 @@ class Problem:
     code: str
     title: str
     message: str
+    repair: str | None
     text: str
 
     def to_json(self) -> dict[str, object]:
@@ -70,28 +72,30 @@ def problems(error: Exception, path: str) -> list[Problem]:
     if isinstance(error, errors.ContractError):
         return [_finding(finding, path) for finding in error.findings]
     if isinstance(error, errors.ModelFileError):
-        text = f"{error.path}: error: {error.reason}"
-        return [Problem(error.path, None, "error", "no model", error.reason, text)]
+        return [_problem(error.path, None, "error", "no model", error.reason)]
     if isinstance(error, UserCodeError):
-        text = f"{error.file}:{error.line}: error: {error}"
-        return [Problem(error.file, error.line, "error", "failed", str(error), text)]
+        return [_problem(_relative(error.file), error.line, "error", "failed", str(error))]
     name, message = type(error).__name__, str(error)
-    location = getattr(error, "location", None)
-    if isinstance(location, errors.Location):
-        message = message.removeprefix(f"{location}: ")
-        text = f"{location}: {name}: {message}"
-        return [Problem(location.file, location.line, name, name, message, text)]
-    return [Problem(path, None, name, name, message, f"{path}: {name}: {message}")]
+    place = str(getattr(error, "location", None) or "")
+    file, _, line = place.rpartition(":")
+    if line.isdecimal():
+        message = message.removeprefix(f"{place}: ")
+        return [_problem(_relative(file), int(line), name, name, message)]
+    return [_problem(path, None, name, name, message)]
+
+
+def _problem(file: str, line: int | None, code: str, title: str, message: str) -> Problem:
+    place = file if line is None else f"{file}:{line}"
+    return Problem(file, line, code, title, message, None, f"{place}: {code}: {message}")
 
 
 def _finding(finding: errors.Finding, path: str) -> Problem:
-    title, text = errors.explain(finding.code).title, str(finding)
-    location = finding.location
+    page, location = errors.explain(finding.code), finding.location
     file, line = (path, None) if location is None else (_relative(location.file), location.line)
-    place = "model" if location is None else str(location)
-    text = text.removeprefix(place)
-    text = f"{file}{text}" if line is None else f"{file}:{line}{text}"
-    return Problem(file, line, finding.code, title, finding.message, text)
+    text = str(finding).removeprefix("model" if location is None else str(location))
+    place = file if line is None else f"{file}:{line}"
+    repair = finding.repair or page.repair
+    return Problem(file, line, finding.code, page.title, finding.message, repair, f"{place}{text}")
 
 
 def _relative(file: str) -> str:
