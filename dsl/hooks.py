@@ -38,11 +38,13 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "in_": lambda a, b: a in b,
     "not_in": lambda a, b: a not in b,
 }
-_LEAVES = (
-    "a block that depends on a tensor cannot return, break, continue or have an else after a "
-    "loop: assign a variable "
-    "instead, and decide with it."
-)
+_REASONS = {
+    "leaves": "a block that depends on a tensor cannot return, break, continue or have an else "
+    "after a loop: assign a variable instead, and decide with it.",
+    "binds": "the test of a while over a tensor cannot assign (:=): assign before it, and at the "
+    "end of the block.",
+    "target": "a loop over tensors assigns plain variables.",
+}
 
 
 def named(x: Any, pattern: str | tuple[Any, ...] | None) -> Any:
@@ -70,19 +72,19 @@ def returned(x: Any, names: tuple[str | None, ...], is_tuple: bool, line: int) -
     return x
 
 
-def decides(test: Any, line: int) -> Any:
+def decides(test: Any, line: int, reason: str) -> Any:
     """The test of a block that leaves: Python executes it, so it is a Python value."""
     if not isinstance(test, Operand):
         return test
-    recorder.current().fault(_LEAVES, location=Location(places.user_line().file, line))
+    recorder.current().fault(_REASONS[reason], location=Location(places.user_line().file, line))
     return False
 
 
-def iterates(items: Any, line: int) -> Any:
+def iterates(items: Any, line: int, reason: str) -> Any:
     """What a loop goes over that leaves early."""
     if not isinstance(items, Operand | iteration.Range | iteration.Scanned):
         return items
-    recorder.current().fault(_LEAVES, location=Location(places.user_line().file, line))
+    recorder.current().fault(_REASONS[reason], location=Location(places.user_line().file, line))
     return ()
 
 

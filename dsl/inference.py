@@ -63,7 +63,7 @@ def _type(value: ir.Value) -> bytes:
 
 
 def _constant(value: ir.Value) -> bytes | None:
-    tensor = value.const_value
+    tensor = ir.convenience.get_const_tensor(value)
     if tensor is None or tensor.size > _DATA:
         return None
     return bytes(ir.serde.serialize_tensor(tensor).SerializeToString())
@@ -112,7 +112,22 @@ def _answer(
             type_ = ir.serde.deserialize_type_proto_for_type(proto)
             shape = ir.serde.deserialize_type_proto_for_shape(proto)
         answers.append((type_, shape))
+    if op_type in _SHAPED and answers[0][1] is None:
+        answers[0] = (answers[0][0], _unnamed(types.get(f"i{_SHAPED[op_type]}")))
     return tuple(answers)
+
+
+# Operators whose result has as many dimensions as an input has elements. ONNX says nothing of it
+# where that input is no constant.
+_SHAPED = {"Reshape": 1, "ConstantOfShape": 0}
+
+
+def _unnamed(shape: onnx.TypeProto | None) -> ir.Shape | None:
+    """As many unknown dimensions as ``shape``, a vector, has elements."""
+    if shape is None or len(shape.tensor_type.shape.dim) != 1:
+        return None
+    rank = shape.tensor_type.shape.dim[0]
+    return ir.Shape([None] * rank.dim_value) if rank.HasField("dim_value") else None
 
 
 def _by_schema(

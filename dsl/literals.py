@@ -102,6 +102,8 @@ def as_tensor(array: Any) -> ir.TensorProtocol:
         return ir.tensor(array)
     if isinstance(array, ir.TensorProtocol):
         return array
+    if hasattr(array, "__array__") and not isinstance(array, np.generic):
+        return as_tensor(np.asarray(array))
     raise TypeError(f"{type(array).__name__} is no array")
 
 

@@ -36,32 +36,37 @@ class Operators:
         """The operator of that name."""
         if name.startswith("_"):
             raise AttributeError(name)
-        domain, version = self._domain, self._version
-        r = recorder.current()
-        if domain == "" and name in _CONTROL:
-            r.stop(
-                f"write Python's if, for, while instead of op.{name} (for Scan: `for x in "
-                "scan(xs)`)."
-            )
-        if domain in ("", contract.DOMAIN) and not signature(domain, name, version or r.opset):
-            r.stop(
-                f"there is no operator {name} in {domain or 'ONNX'}, opset {version or r.opset}."
-            )
+        operator = Operator(self._domain, name, self._version)
 
         def record(
             *inputs: Any,
             _outputs: int | Sequence[type[TensorType]] | None = None,
             **attributes: Any,
         ) -> Any:
+            _check(operator)
             types: list[tuple[ir.TypeProtocol | None, ir.Shape | None]] = []
             if _outputs is not None and not isinstance(_outputs, int):
                 types = [notation.type_and_shape(t) for t in _outputs]
                 _outputs = len(types)
-            operator = Operator(domain, name, version)
             return tensor.call(operator, inputs, attributes, _outputs, types)
 
         record.__name__ = name
         return record
+
+
+def _check(operator: Operator) -> None:
+    """Refuse what there is not."""
+    r = recorder.current()
+    version = operator.version or r.opset
+    if operator.domain == "" and operator.name in _CONTROL:
+        r.stop(
+            f"write Python's if, for, while instead of op.{operator.name}, and for a Scan "
+            "`for x in scan(xs)`."
+        )
+    known = operator.domain not in ("", contract.DOMAIN)
+    if not known and signature(operator.domain, operator.name, version) is None:
+        where = operator.domain or "ONNX"
+        r.stop(f"there is no operator {operator.name} in {where}, opset {version}.")
 
 
 def opset(version: int) -> Operators:

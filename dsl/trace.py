@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import threading
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -27,6 +28,8 @@ from onnx_inplace.dsl import (
 )
 from onnx_inplace.dsl.recorder import Kind, Recorder
 from onnx_inplace.dsl.tensor import Tensor
+
+_one_at_a_time = threading.RLock()  # onnxscript's evaluator is one for all threads
 
 # What follows from a value that is missing: not judged in a recording that has faults of its own.
 _CONSEQUENCES = frozenset({"E107", "E108", "E109", "E110", "E111"})
@@ -93,9 +96,15 @@ def record(
     Raises:
         ContractError: all faults of the function, those of the analysis included.
     """
-    r = Recorder(name, kind, opset, subject.location)
+    with _one_at_a_time:
+        return _record(Recorder(name, kind, opset, subject.location), subject, domain, values)
+
+
+def _record(
+    r: Recorder, subject: Subject, domain: str, values: Mapping[str, Any]
+) -> calls.Recorded:
     declared = _parameters(r, subject, values)
-    with recorder.recording(r), r.block(name) as block:
+    with recorder.recording(r), r.block(r.name) as block:
         made: dict[str, Tensor] = {}
         for parameter in declared.values():
             for leaf in parameter.leaves():

@@ -61,6 +61,18 @@ def test_a_while_over_a_tensor_has_no_else() -> None:
     assert refused(declare) == [("E100", 6)]
 
 
+def test_a_while_over_a_tensor_cannot_assign_in_its_test() -> None:
+    def declare() -> None:
+        @model
+        def program(n: INT64[()]) -> INT64[()]:
+            while (m := n - 1) > 3:
+                n = m
+            return n
+
+    assert refused(declare) == [("E100", 3)]
+    assert "`" not in reasons(declare) and ":=" in reasons(declare)
+
+
 def test_python_values_may_return_break_and_continue() -> None:
     @model
     def program(x: New) -> New:
