@@ -122,7 +122,7 @@ from onnx_inplace import compiler, errors
 import onnx_inplace.dsl
 from typer.testing import CliRunner
 from onnx_inplace.cli.commands import app
-for arguments in (["check", "loop.onnx"], ["show", "loop.onnx"], ["schema"]):
+for arguments in (["check", "loop.onnx"], ["show", "loop.onnx"], ["plan", "loop.onnx"], ["schema"]):
     assert CliRunner().invoke(app, arguments).exit_code == 0
 print(sorted({"numba", "onnxruntime"} & set(sys.modules)))
 """
@@ -240,6 +240,23 @@ def test_every_program_can_be_shown(name: str, folder: Path) -> None:
     file_programs.ALL[name].save("m.onnx")
     assert name in ok("show", "m.onnx")
     assert json.loads(ok("show", "m.onnx", "--json"))["ok"]
+
+
+def test_plan(folder: Path) -> None:
+    text = ok("plan", "loop.onnx")
+    assert "onnx_inplace::CacheUpdate" in text and "writes other" in text
+    assert "copies: none" in text and "checked in a run:" in text
+    content = json.loads(ok("plan", "loop.onnx", "--json"))
+    assert content["copies"] == [] and len(content["checked in a run"]) == 2
+    loops = [line for line in content["steps"] if "Loop(" in line]
+    assert len(loops) == 1 and "is cache, other" in loops[0]
+
+
+@pytest.mark.parametrize("name", file_programs.ALL)
+def test_every_program_can_be_planned(name: str, folder: Path) -> None:
+    file_programs.ALL[name].save("m.onnx")
+    assert json.loads(ok("plan", "m.onnx", "--json"))["ok"]
+    assert "m.onnx" in ok("plan", "m.onnx")
 
 
 # -- explain and schema

@@ -16,7 +16,7 @@ from rich.markdown import Markdown
 
 import onnx_inplace
 from onnx_inplace import compiler
-from onnx_inplace.cli import report, show, values
+from onnx_inplace.cli import planned, report, show, values
 from onnx_inplace.compiler import errors, facts, loader, recovery, schema
 
 app = typer.Typer(
@@ -148,6 +148,17 @@ def show_(model: ModelPath, json_: Json = False) -> None:
         report.print_json(listing.to_json())
     else:
         show.render(listing, str(model))
+
+
+@app.command("plan")
+@report.reported
+def plan_(model: ModelPath, json_: Json = False) -> None:
+    """Print the steps of a run, what copies, and what a run checks before it writes."""
+    plan = compiler.plan(model)
+    if json_:
+        report.print_json(planned.to_json(plan))
+    else:
+        planned.render(plan, str(model))
 
 
 @app.command()

@@ -1,0 +1,99 @@
+"""A plan for readers: steps in order, then what copies, what reads too much, what a run checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import assert_never
+
+import onnx
+from rich.console import Console
+from rich.text import Text
+
+from onnx_inplace.compiler import steps
+
+_Note = steps.Copied | steps.Fallback | steps.Condition
+
+
+def render(plan: steps.ExecutionPlan, path: str) -> None:
+    """Draw a plan; colours only on a terminal, and no line is broken or cut."""
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console.print(Text(path, "dim"))
+    for depth, line in _block(plan, plan.block, 1):
+        console.print(Text("  " * depth).append_text(line))
+    for title, notes in _notes(plan).items():
+        console.print(Text.assemble((title, "bold"), ": none" if not notes else ":"))
+        for note in notes:
+            console.print(Text(f"  {note}").append_text(_place(note.location)))
+
+
+def to_json(plan: steps.ExecutionPlan) -> dict[str, object]:
+    """For programs."""
+    lines = ["  " * (depth - 1) + line.plain for depth, line in _block(plan, plan.block, 1)]
+    notes = {title: [str(note) for note in notes] for title, notes in _notes(plan).items()}
+    return {"ok": True, "steps": lines, **notes}
+
+
+def _notes(plan: steps.ExecutionPlan) -> dict[str, Sequence[_Note]]:
+    return {
+        "copies": plan.copies,
+        "read over the whole capacity": plan.fallbacks,
+        "checked in a run": plan.conditions,
+    }
+
+
+def _place(location: object) -> Text:
+    return Text("" if location is None else f"  # {location}", "dim")
+
+
+def _block(plan: steps.ExecutionPlan, block: steps.Block, depth: int) -> Iterator[tuple[int, Text]]:
+    for step in block.steps:
+        yield from ((depth + inner, line) for inner, line in _step(plan, step))
+
+
+def _step(plan: steps.ExecutionPlan, step: steps.Step) -> Iterator[tuple[int, Text]]:
+    def names(slots: Iterable[int | None]) -> str:
+        return ", ".join("-" if slot is None else plan.values[slot].name for slot in slots)
+
+    def line(outputs: Iterable[int | None], what: str, inputs: Iterable[int | None]) -> Text:
+        head = Text(names(outputs)).append(" = ", "dim")
+        return head.append(what, "bold").append(f"({names(inputs)})")
+
+    match step:
+        case steps.SubSession():
+            nodes = onnx.ModelProto.FromString(step.model).graph.node
+            types = ", ".join(sorted({n.op_type for n in nodes}))
+            text = line(
+                (p.slot for p in step.outputs), "onnxruntime", (p.slot for p in step.inputs)
+            )
+            yield 0, text.append(f"  {len(nodes)} nodes: {types}", "dim")
+        case steps.Kernel():
+            name = f"{step.domain}::{step.op_type}" if step.domain else step.op_type
+            text = line(step.outputs, name, step.inputs)
+            roots = ", ".join(dict.fromkeys(step.roots.values()))
+            text.append(f"  writes {roots}" if roots else "  reads in place", "bold yellow")
+            yield 0, text.append_text(_place(step.location))
+        case steps.View():
+            text = line([step.output], step.op_type, [step.source])
+            yield 0, text.append(f"  views {step.root}").append_text(_place(step.location))
+        case steps.Branch():
+            text = line(step.outputs, "If", [step.condition])
+            yield 0, text.append(_carries(step.roots)).append_text(_place(step.location))
+            for title, block in (("then:", step.then), ("else:", step.otherwise)):
+                yield 1, Text(title, "cyan")
+                yield from _block(plan, block, 2)
+        case steps.Repeat():
+            outputs = (*step.outputs, *(s.slot for s in step.stacked))
+            text = line(outputs, "Loop", (step.count, step.condition, *step.initial))
+            yield 0, text.append(_carries(step.roots)).append_text(_place(step.location))
+            yield from _block(plan, step.body, 1)
+        case steps.ScanStep():
+            outputs = (*step.outputs, *(s.slot for s in step.stacked))
+            text = line(outputs, "Scan", (*step.initial, *(s.slot for s in step.scanned)))
+            yield 0, text.append(_carries(step.roots)).append_text(_place(step.location))
+            yield from _block(plan, step.body, 1)
+        case _:
+            assert_never(step)
+
+
+def _carries(roots: Mapping[int, str]) -> str:
+    return f"  is {', '.join(dict.fromkeys(roots.values()))}" if roots else ""
