@@ -5,6 +5,8 @@ Compiled once for all kernels: a parallel loop takes seconds to compile, a call 
 
 from __future__ import annotations
 
+import os
+
 from llvmlite import ir
 from numba import prange, types
 from numba.extending import intrinsic
@@ -13,6 +15,11 @@ from onnx_inplace.numba_kernels.memory import on_demand
 
 _INT = ir.IntType(64)
 _ARGUMENTS = 11
+# Threads of GNU OpenMP wait for the next region in a busy loop of 300,000 rounds: beside a library
+# with threads of its own that is a core less. It is read when the first region starts.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 SIGNATURE = "void(" + ",".join(["int64"] * 11) + ")"
 
 

@@ -6,15 +6,13 @@ shapes; a call then looks it up and hands addresses over.
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import dataclasses
-import threading
+import time
 import types
-from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 import ml_dtypes
-import numba
 import numpy as np
 
 from onnx_inplace.compiler import errors, steps
@@ -29,6 +27,7 @@ from onnx_inplace.numba_kernels import (
     vector,
 )
 from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.runner import threads
 from onnx_inplace.runner.actions import Array, Settings
 
 KINDS: dict[np.dtype[Any], int] = {
@@ -47,28 +46,7 @@ T = TypeVar("T")
 
 _MOST_GEOMETRIES = 1024
 
-_layer_lock = threading.Lock()
-_layer_is_safe = False
-
-
-@contextlib.contextmanager
-def _parallel_region(threads: int) -> Iterator[None]:
-    """Threads of numba, at most ``threads`` of them; one region at a time where the layer needs it.
-
-    The layer "workqueue" aborts the process when two threads enter it.
-    """
-    global _layer_is_safe
-    before = numba.get_num_threads()
-    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
-    try:
-        if _layer_is_safe:
-            yield
-            return
-        with _layer_lock:
-            yield
-            _layer_is_safe = numba.threading_layer() in ("omp", "tbb")
-    finally:
-        numba.set_num_threads(before)
+_policies: dict[int, threads.Policy] = collections.defaultdict(threads.Policy)  # by kernel
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -172,8 +150,10 @@ class Call:
         self._layout_address = address(self._layout)
         self._all = np.full(p.batch, p.capacity, np.int64)
         self._kernels, self._serial = kernels, kernels.serial
-        products = p.batch * p.heads * p.tokens * p.head_size
-        self._long = PARALLEL // products if kernels.parallel is not None else p.capacity
+        self._products = p.batch * p.heads * p.tokens * p.head_size
+        self._long = (
+            PARALLEL // max(self._products, 1) if kernels.parallel is not None else p.capacity
+        )
         plain = not p.softcap and not p.mask[3] and kernels.shape.fits(p)
         self._decode = kernels.decode if plain and p.tokens == 1 else None
         self._prefill = kernels.prefill if plain else None
@@ -183,6 +163,7 @@ class Call:
             self._kernel = self._prefill.attend.ready().address
         else:
             self._kernel = kernels.portable
+        self._policy = _policies[self._kernel]
         self._workspace = self._words(1, 1)
 
     def __call__(
@@ -202,9 +183,19 @@ class Call:
         p = self.problem
         longest = longest_length(root, lengths, p.batch, p.capacity)
         places = self._layout_address, query, key, value, output, address(lengths), mask, sinks
-        if longest > self._long:
-            self._run_parallel(places, longest)
+        if longest <= self._long:
+            self._run_serial(places)
             return
+        parallel = self._policy.parallel()
+        start = time.perf_counter()
+        if parallel:
+            self._run_parallel(places, longest)
+            self._policy.parallel_took(self._products * longest, time.perf_counter() - start)
+        else:
+            self._run_serial(places)
+            self._policy.serial_took(self._products * longest, time.perf_counter() - start)
+
+    def _run_serial(self, places: tuple[int, ...]) -> None:
         workspace = np.empty(self._workspace, np.int64)
         workspace[0], workspace[1] = 0, 1  # items that are done, splits
         self._serial(self._kernel, *places, address(workspace), 1)
@@ -229,7 +220,7 @@ class Call:
             splits = max(1, min(longest // SHORTEST_SPLIT, -(-4 * workers // rows)))
         workspace = np.empty(self._words(workers, splits), np.int64)
         workspace[0], workspace[1] = 0, splits
-        with _parallel_region(workers):
+        with threads.region(workers):
             kernels.parallel(self._kernel, *places, address(workspace), workers)
         if self._decode is not None:
             merge = self._decode.merge.ready().address

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from onnx.reference import ReferenceEvaluator
 
 from onnx_inplace.compiler import errors, steps
-from onnx_inplace.runner import registry
+from onnx_inplace.runner import attend, registry, threads
 from onnx_inplace.runner.actions import Settings
 
 pytestmark = pytest.mark.kernel
@@ -23,6 +23,14 @@ DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bf
 TOLERANCE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 2e-2}
 PATHS = [Settings(portable=True), Settings(), Settings(threads=2)]
 path = pytest.mark.parametrize("how", PATHS, ids=["portable", "default", "threads"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def several_threads_whenever_allowed():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attend, "PARALLEL", 0)
+        patch.setattr(threads.Policy, "parallel", lambda policy: True)
+        yield
 
 
 def kernel(domain, op_type, inputs, outputs, attributes, roots=()):
@@ -178,11 +186,11 @@ def test_two_threads_may_call_at_once():
             if not np.allclose(slots[7], expected[number], atol=2e-5):
                 failures.append(number)
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
     assert not failures
 
 

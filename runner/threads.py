@@ -1,0 +1,78 @@
+"""Whether a kernel runs on several threads, and how: measured, not assumed.
+
+A parallel call waits for its last thread. Where that thread gets no core, because something else
+works on the machine, it waits for a quantum of the scheduler: milliseconds instead of a tenth. So
+what a parallel call took is compared with what one thread would have taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+
+import numba
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 32, 4096  # calls
+_WEIGHT = 0.1  # of a new measurement
+
+_layer_lock = threading.Lock()
+_layer_is_safe = False
+
+
+@dataclasses.dataclass
+class Policy:
+    """Decides for one kernel. Threads may share it: a lost update costs one decision.
+
+    Attributes:
+        pace: seconds for a unit of work on one thread; None before the first measurement.
+        pause: calls that are left to one thread before several are tried again.
+        next_pause: how long the next pause is; each one that follows soon is twice as long.
+    """
+
+    pace: float | None = None
+    pause: int = 0
+    next_pause: int = _FIRST_PAUSE
+
+    def parallel(self) -> bool:
+        """Whether to try several threads for the next call."""
+        if self.pace is None:
+            return False  # one thread shows first what it takes
+        if self.pause > 0:
+            self.pause -= 1
+            return False
+        return True
+
+    def serial_took(self, work: float, seconds: float) -> None:
+        """One thread took so long."""
+        pace = seconds / work
+        self.pace = pace if self.pace is None else self.pace + _WEIGHT * (pace - self.pace)
+
+    def parallel_took(self, work: float, seconds: float) -> None:
+        """Several threads took so long."""
+        if self.pace is None or seconds < work * self.pace:
+            self.next_pause = max(_FIRST_PAUSE, self.next_pause - 1)
+            return
+        self.pause = self.next_pause
+        self.next_pause = min(2 * self.next_pause, _LONGEST_PAUSE)
+
+
+@contextlib.contextmanager
+def region(threads: int) -> Iterator[None]:
+    """Threads of numba, at most ``threads``; one region at a time where the layer needs it.
+
+    The layer "workqueue" aborts the process when two threads enter it.
+    """
+    global _layer_is_safe
+    before = numba.get_num_threads()
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    try:
+        if _layer_is_safe:
+            yield
+            return
+        with _layer_lock:
+            yield
+            _layer_is_safe = numba.threading_layer() in ("omp", "tbb")
+    finally:
+        numba.set_num_threads(before)

@@ -1,0 +1,52 @@
+"""Several threads where they pay, one where they do not."""
+
+import pytest
+
+from onnx_inplace.runner.threads import Policy
+
+
+@pytest.fixture
+def policy():
+    policy = Policy()
+    assert not policy.parallel()  # nothing is known of one thread
+    policy.serial_took(1000, 1.0)
+    return policy
+
+
+def test_a_gain_goes_on(policy):
+    for _ in range(100):
+        assert policy.parallel()
+        policy.parallel_took(1000, 0.6)
+
+
+def test_a_loss_is_followed_by_a_pause_that_ends(policy):
+    assert policy.parallel()
+    policy.parallel_took(1000, 10.0)
+    waited = 0
+    while not policy.parallel():
+        policy.serial_took(1000, 1.0)
+        waited += 1
+    assert waited == 32
+
+
+def test_pauses_grow_on_a_busy_machine_and_shrink_on_a_quiet_one(policy):
+    lost = 0
+    for _ in range(10_000):
+        if policy.parallel():
+            policy.parallel_took(1000, 10.0)
+            lost += 1
+        else:
+            policy.serial_took(1000, 1.0)
+    assert lost < 10
+    policy.pause = 0
+    for _ in range(5_000):
+        policy.parallel_took(1000, 0.5)
+    policy.parallel_took(1000, 10.0)
+    assert policy.pause == 32
+
+
+def test_work_of_any_size_is_compared(policy):
+    policy.parallel_took(100_000, 60.0)  # one thread: 100 s
+    assert policy.parallel()
+    policy.parallel_took(10, 0.02)  # one thread: 0.01 s
+    assert not policy.parallel()
