@@ -57,7 +57,7 @@ def parse(data: bytes, path: Path | None = None) -> Parts:
     if not model.HasField("graph") or not model.ir_version:
         raise ModelFileError(name, "this is no ONNX model: it has no graph.")
     try:
-        return model, weights.take(model.graph, None if path is None else path.parent)
+        return model, weights.take(model, None if path is None else path.parent)
     except (ValueError, ir.serde.SerdeError) as error:
         raise ModelFileError(name, _reason(error)) from None
 

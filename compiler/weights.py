@@ -13,7 +13,7 @@ import hashlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -58,52 +58,58 @@ def detached(graph: ir.Graph, size: int = LARGE) -> Iterator[dict[str, ir.Tensor
             graph.initializers[name].const_value = tensor
 
 
-def take(graph: Any, folder: Path | None) -> dict[str, ir.TensorProtocol]:
-    """Detach the large initializers of a GraphProto, in the message, and return their data.
+def take(model: Any, folder: Path | None) -> dict[str, ir.TensorProtocol]:
+    """Detach the large initializers of a ModelProto, in the message, and return their data.
 
-    External data is mapped, not read. Its files are looked for in ``folder``.
+    Large external data is mapped, not read; small one is read into the message. Its files are
+    looked for in ``folder``.
 
     Raises:
         WeightsError: external data is missing, too short, or outside of ``folder``.
     """
-    for node in graph.node:
-        for attribute in node.attribute:
-            _read_inner(attribute, folder)
+    for nodes in (model.graph.node, *(f.node for f in model.functions)):
+        for tensor in _inner_tensors(nodes):
+            if tensor.data_location == onnx.TensorProto.EXTERNAL:
+                _embed(tensor, _tensor(tensor, folder))  # it has no initializer to hang on
     taken: dict[str, ir.TensorProtocol] = {}
-    for proto in graph.initializer:
+    for proto in model.graph.initializer:
         external = proto.data_location == onnx.TensorProto.EXTERNAL
-        if external or proto.ByteSize() >= LARGE:
-            stock = onnx.TensorProto.FromString(proto.SerializeToString())
-            tensor = ir.serde.deserialize_tensor(
-                stock, "" if folder is None else os.fspath(folder.absolute())
-            )
-            if isinstance(tensor, ir.ExternalTensor):
-                _check_file(tensor, folder)
-            elif tensor.dtype == ir.DataType.STRING:
-                continue
-            taken[proto.name] = tensor
-            _refer(proto, "", None, tensor.nbytes)
+        if not external and (proto.data_type == ir.DataType.STRING or proto.ByteSize() < LARGE):
+            continue
+        data = _tensor(proto, folder)
+        if external and data.nbytes < LARGE:
+            _embed(proto, data)
+            continue
+        taken[proto.name] = data
+        _refer(proto, "", None, data.nbytes)
     return taken
 
 
-def _read_inner(attribute: Any, folder: Path | None) -> None:
-    """External data inside of nodes is read at once: it is rare and small."""
-    inner = [attribute.t] if attribute.HasField("t") else []
-    if attribute.HasField("g"):
-        inner += attribute.g.initializer
-        for node in attribute.g.node:
-            for nested in node.attribute:
-                _read_inner(nested, folder)
-    for proto in inner:
-        if proto.data_location == onnx.TensorProto.EXTERNAL:
-            stock = onnx.TensorProto.FromString(proto.SerializeToString())
-            base = "" if folder is None else os.fspath(folder.absolute())
-            tensor = ir.serde.deserialize_tensor(stock, base)
-            assert isinstance(tensor, ir.ExternalTensor)
-            _check_file(tensor, folder)
-            proto.ClearField("external_data")
-            proto.ClearField("data_location")
-            proto.raw_data = tensor.tobytes()
+def _inner_tensors(nodes: Iterable[Any]) -> Iterator[Any]:
+    for node in nodes:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            if attribute.HasField("g"):
+                yield from attribute.g.initializer
+                yield from _inner_tensors(attribute.g.node)
+
+
+def _tensor(proto: Any, folder: Path | None) -> ir.TensorProtocol:
+    """The data of a TensorProto, mapped if it is external."""
+    stock = onnx.TensorProto.FromString(proto.SerializeToString())
+    base = "" if folder is None else os.fspath(folder.absolute())
+    tensor = ir.serde.deserialize_tensor(stock, base)
+    if isinstance(tensor, ir.ExternalTensor):
+        _check_file(tensor, folder)
+    return tensor
+
+
+def _embed(proto: Any, data: ir.TensorProtocol) -> None:
+    """Replace the reference of a TensorProto by its data."""
+    proto.ClearField("external_data")
+    proto.ClearField("data_location")
+    proto.raw_data = data.tobytes()
 
 
 def _check_file(tensor: ir.ExternalTensor, folder: Path | None) -> None:
@@ -176,11 +182,8 @@ def embed(model: Any, weights: Weights) -> bytes:
     whole = type(model)()
     whole.CopyFrom(model)
     for proto in whole.graph.initializer:
-        tensor = weights.get(proto.name)
-        if tensor is not None:
-            proto.ClearField("external_data")
-            proto.ClearField("data_location")
-            proto.raw_data = tensor.tobytes()
+        if proto.name in weights:
+            _embed(proto, weights[proto.name])
     return bytes(whole.SerializeToString(deterministic=True))
 
 

@@ -199,6 +199,49 @@ def test_embedded(tmp_path: Path) -> None:
     assert loaded.program.serialized == built.serialized
 
 
+def test_external_data_of_other_tools(tmp_path: Path) -> None:
+    """Small tensors, bodies and constants may refer to files as well: they move into the model."""
+    text = """
+        <ir_version: 10, opset_import: ["" : 24, "local" : 1]>
+        m (bool c, float[2] x) => (float[2] y, float[2] z) {
+            y = If (c) <
+                then_branch = a () => (float[2] p)
+                    <float[2] small = {1.0, 2.0}> { p = Add (x, small) },
+                else_branch = b () => (float[2] q) { q = Constant <value = float[2] {3.0, 4.0}> () }
+            >
+            z = local.f (x)
+        }
+        <domain: "local", opset_import: ["" : 24]>
+        f (x) => (y) { k = Constant <value = float[2] {5.0, 6.0}> ()
+                       y = Add (x, k) }"""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(
+        onnx.numpy_helper.from_array(np.array([7.0, 8.0], np.float32), "unused")
+    )
+    tensors = [model.graph.initializer[0], model.functions[0].node[0].attribute[0].t]
+    for branch in model.graph.node[0].attribute:
+        tensors += branch.g.initializer
+        tensors += [a.t for n in branch.g.node for a in n.attribute if a.HasField("t")]
+    assert len(tensors) == 4
+    expected = [onnx.numpy_helper.to_array(t) for t in tensors]
+    for k, tensor in enumerate(tensors):
+        tensor.CopyFrom(onnx.numpy_helper.from_array(expected[k], tensor.name))
+        onnx.external_data_helper.set_external_data(tensor, f"{k}.bin")
+        (tmp_path / f"{k}.bin").write_bytes(tensor.raw_data)
+        tensor.ClearField("raw_data")
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    loaded = compiler.load(tmp_path / "m.onnx")
+    assert not loaded.program.weights
+    for k in range(4):
+        (tmp_path / f"{k}.bin").unlink()
+    session = onnxruntime.InferenceSession(
+        loaded.program.serialized, providers=["CPUExecutionProvider"]
+    )
+    for c, y in ((True, [2, 3]), (False, [3, 4])):
+        found = session.run(None, {"c": np.array(c), "x": np.ones(2, np.float32)})
+        np.testing.assert_array_equal(found, [y, [6, 7]])
+
+
 # -- what is refused
 
 
