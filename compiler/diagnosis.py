@@ -104,9 +104,10 @@ class Diagnosis:
             return f"line {location.line}"
         return str(location)
 
-    def _now(self, root: ir.Value, live: Live) -> str | None:
+    def _now(self, value: ir.Value, root: ir.Value, live: Live) -> str | None:
+        """The name of what ``value`` was; the same variable, assigned again, would help nobody."""
         name = self._versions[root, live[root]].name
-        return None if name is None else _called(name)
+        return None if name is None or _called(name) == _called(value) else _called(name)
 
     def _overwritten(
         self, value: ir.Value, root: ir.Value, version: int, live: Live, node: ir.Node | None
@@ -120,12 +121,10 @@ class Diagnosis:
                 f"{_called(value)} comes from outside of a loop whose body overwrites it in place "
                 f"at {line}: it holds something else from the second iteration on."
             )
-            return text, self._now(root, live), "the loop"
+            return text, self._now(value, root, live), "the loop"
         writer = self._replaced.get((root, version))
         line = "this line" if writer is None else self._line(writer, node)
-        now = self._now(root, live)
-        if now == _called(value):  # the variable was assigned again: its name would help nobody
-            now = None
+        now = self._now(value, root, live)
         text = f"{_called(value)} was overwritten in place at {line}"
         return f"{text} and is now called {now}." if now else f"{text}.", now, line
 

@@ -187,12 +187,11 @@ def _linked(r: recorder.Recorder, callee: program.Declaration) -> tuple[str, str
     for nested in callee.functions:
         key = nested.function.identifier()
         if not _is_same(r.functions.setdefault(key, nested), nested):
+            other = r.functions[key]
             r.stop(
                 f"{callee.function.name} calls the `{nested.function.name}` of "
-                f"{_place(nested.location)}, and another "
-                f"`{nested.function.name}`, of {_place(r.functions[key].location)}, is in use "
-                "here: rename one, or give "
-                "it another domain."
+                f"{_place(nested.location)}, and the one of {_place(other.location)} is in use "
+                "here as well: rename one, or give it another domain."
             )
     function = callee.function
     stem, n = function.name, 1

@@ -19,6 +19,7 @@ from onnx_inplace.compiler import operators, program
 from onnx_inplace.compiler.diagnosis import VARIABLE
 from onnx_inplace.compiler.errors import ContractError, Finding, Location
 from onnx_inplace.dsl import inference, places
+from onnx_inplace.dsl.names import Names
 
 SOURCE = "onnx_inplace.source"  # key in NodeProto.metadata_props: file.py:line
 SMALL = 256  # bytes; larger constants of a model are initializers, which a file may keep outside
@@ -53,6 +54,7 @@ class Recorder:
         self.name, self.kind, self.location = name, kind, location
         self.declared_opset = opset
         self._has_standard = False
+        self.names = Names()
         self.blocks: list[Block] = []
         self.findings: list[Finding] = []
         self.place: Location | None = None
@@ -63,8 +65,6 @@ class Recorder:
         self._unknown: dict[ir.Value, None] = {}
         self._anonymous: dict[ir.Value, None] = {}
         self._weak: dict[ir.Value, None] = {}
-        self._holders: dict[str, ir.Value | None] = {}
-        self._counts: dict[str, int] = {}
         self._initializers: dict[object, tuple[object, ir.Value]] = {}
 
     # -- faults
@@ -137,53 +137,17 @@ class Recorder:
 
     # -- names
 
-    def fresh(self, stem: str) -> str:
-        """A name that no other value of this graph has."""
-        name, n = stem, self._counts.get(stem, 0)
-        while name in self._holders:
-            n += 1
-            name = f"{stem}_{n}"
-        self._counts[stem] = n
-        self._holders[name] = None
-        return name
-
     def value(
-        self,
-        stem: str,
-        type_: ir.TypeProtocol | None = None,
-        shape: ir.Shape | None = None,
+        self, stem: str, type_: ir.TypeProtocol | None = None, shape: ir.Shape | None = None
     ) -> ir.Value:
         """A new value with a name of its own."""
-        name = self.fresh(stem)
-        value = ir.Value(name=name, type=type_, shape=shape)
-        self._holders[name] = value
-        return value
+        return self.names.value(stem, type_, shape)
 
     def call_variable(self, value: ir.Value, variable: str) -> None:
         """The author assigned ``value`` to ``variable``: the first name that it is given stays."""
         if value in self._anonymous and self._owner.get(value) is self.blocks[-1]:
             del self._anonymous[value]
-            self._holders.pop(str(value.name), None)
-            value.name = self.fresh(variable)
-            self._holders[value.name] = value
-            value.meta[VARIABLE] = variable
-
-    def is_weight(self, name: str) -> bool:
-        """Whether an initializer has that name: the author chose it, so it stays."""
-        holder = self._holders.get(name)
-        return holder is not None and holder.is_initializer()
-
-    def take_name(self, value: ir.Value, name: str) -> None:
-        """Give a result its name; who had it before gets another."""
-        if value.name == name:
-            return
-        holder = self._holders.pop(name, None)
-        if holder is not None:
-            holder.name = self.fresh(f"{name}_1")
-            self._holders[holder.name] = holder
-        self._holders.pop(str(value.name), None)
-        self._holders[name] = value
-        value.name = name
+            self.names.rename(value, variable)
 
     # -- blocks
 
@@ -231,8 +195,8 @@ class Recorder:
         if not any(owner is block for block in self.blocks):
             self.fault(
                 f"{called(value)} was made inside of a block that depends on a tensor, and has "
-                "left it through a "
-                "list, a nonlocal or an attribute; assign a variable there, and read that variable."
+                "left it through a list, a nonlocal or an attribute; assign a variable there, and "
+                "read that variable."
             )
             return self.unknown()
         return value
@@ -251,20 +215,16 @@ class Recorder:
     def attempt(self) -> Iterator[Attempt]:
         """Record on approval: unless it is kept, names, faults and functions are as before."""
         attempt = Attempt()
-        before = (
-            dict(self._holders),
-            dict(self._counts),
-            list(self.findings),
-            dict(self.functions),
-            dict(self._reported),
-        )
-        initializers = dict(self._initializers)
+        names, initializers = self.names.copy(), dict(self._initializers)
+        before = list(self.findings), dict(self.functions), dict(self._reported)
         yield attempt
-        if not attempt.kept:
-            self._holders, self._counts, self.findings, self.functions, self._reported = before
-            for key in [k for k in self._initializers if k not in initializers]:
-                _, value = self._initializers.pop(key)
-                self.blocks[0].graph.initializers.pop(str(value.name))
+        if attempt.kept:
+            return
+        self.names.restore(names)
+        self.findings, self.functions, self._reported = before
+        for key in [k for k in self._initializers if k not in initializers]:
+            _, value = self._initializers.pop(key)
+            self.blocks[0].graph.initializers.pop(str(value.name))
 
     # -- nodes
 
@@ -324,7 +284,9 @@ class Recorder:
         if tensor.nbytes > SMALL and self.kind is Kind.MODEL:
             return self.initializer(tensor, "constant")
         block = self.blocks[-1]
-        key = (tensor.dtype, tuple(tensor.shape.numpy()), tensor.tobytes())
+        key: tuple[object, ...] = (id(tensor),)
+        if tensor.nbytes <= SMALL:
+            key = (tensor.dtype, tuple(tensor.shape.numpy()), tensor.tobytes())
         found = block.constants.get(key)
         if found is None:
             attribute = ir.AttrTensor("value", tensor)
@@ -344,13 +306,13 @@ class Recorder:
         found = self._initializers.get(id(source))
         if found is not None:
             return found[1]
-        holder = self._holders.get(name)
+        holder = self.names.holder(name)
         if exact and holder is not None and holder.producer() is None:
             self.fault(f"two weights, or a weight and a parameter, are called `{name}`.")
             return self.unknown(name)
         value = self.value("constant", ir.TensorType(tensor.dtype), _shape(tensor))
         if exact:
-            self.take_name(value, name)  # a variable of that name gives way
+            self.names.take(value, name)  # a variable of that name gives way
         value.const_value = tensor
         self.blocks[0].graph.register_initializer(value)
         self._owner[value] = self.blocks[0]

@@ -55,7 +55,7 @@ class _Collector:
             own = r.owner(value) is r.blocks[0] and not value.is_initializer()
             if not own or any(value is v for v in (*self.values, *self.inputs.values())):
                 [value] = r.emit("", "Identity", [value], outputs=[name], location=location)
-            r.take_name(value, name)
+            r.names.take(value, name)
             if typed is not None:
                 self.declare(value, *typed)
             elif declared is not None:
@@ -77,16 +77,17 @@ class _Collector:
 
     def name(self, variable: str | None, path: str, root: str | None) -> str:
         """The name of the next output; what is taken already falls back to its number."""
-        taken = {v.name for v in self.values}
+        taken = {v.name for v in (*self.values, *self.inputs.values())}
         wanted = None
         if variable is not None and variable not in self.parameters:
             wanted = f"{variable}.{path}" if path else variable
         elif root is not None:
             wanted = f"updated_{root}"
         for name in (wanted, f"updated_{root}" if root else None):
-            if name is None or name in taken or name in self.inputs or self.r.is_weight(name):
-                continue
-            return name
+            holder = self.r.names.holder(name) if name is not None else None
+            is_weight = holder is not None and holder.is_initializer()
+            if name is not None and name not in taken and not is_weight:
+                return name
         return f"output_{len(self.values)}"
 
     def declare(self, value: ir.Value, type_: ir.TypeProtocol, shape: ir.Shape | None) -> None:

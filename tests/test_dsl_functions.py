@@ -354,3 +354,25 @@ def test_control_operators_are_written_in_python() -> None:
             return op.Loop(x)
 
     assert refused(declare) == [("E100", 3)]
+
+
+def test_the_same_source_gives_the_same_bytes() -> None:
+    def make():
+        two, three = scaled_by(2.0), scaled_by(3.0)
+
+        @function
+        def reduced(x: FLOAT["n"], axis: int) -> FLOAT[1]:
+            return op.ReduceMax(x, [axis])
+
+        @model
+        def program(x: FLOAT["n"], n: INT64[()], k: BOOL[()]):
+            total = 0.0
+            for _ in range(n):
+                x, total = two(x), total + reduced(x, axis=0)
+                if k:
+                    x = three(x)
+            return x, total
+
+        return program.serialized
+
+    assert make() == make()
