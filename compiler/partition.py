@@ -224,6 +224,5 @@ def _sink_constants(
         if kinds[at] or target == at:
             continue
         runs[at].remove(k)
-        heapq.heappush(runs[target], k)
-        runs[target].sort()
+        runs[target] = sorted((*runs[target], k))
         place[k] = target

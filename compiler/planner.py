@@ -210,7 +210,7 @@ class _Planner:
         )
         inputs = tuple(self.optional(v) for v in node.inputs)
         outputs = tuple(self.optional(v if v.name else None) for v in node.outputs)
-        named = {v for v in (*node.inputs, *node.outputs) if v is not None and v in self.slots}
+        named = dict.fromkeys(v for v in (*node.inputs, *node.outputs) if v in self.slots)
         return Kernel(
             node.domain,
             node.op_type,
@@ -222,7 +222,7 @@ class _Planner:
             MappingProxyType(
                 {a.output_index: self.root(node.outputs[a.output_index]) or "" for a in aliases}
             ),
-            MappingProxyType({self.slots[v]: self.describe(v) for v in named}),
+            MappingProxyType({self.slots[v]: self.describe(v) for v in named if v is not None}),
             integrity.source(node),
         )
 
@@ -329,6 +329,7 @@ class _Planner:
             self.root(value),
             self.storage(value),
             is_tensor and value in self.fixed,
+            self.aliases.version.get(value) if value in self.facts.roots else None,
         )
 
     def storage(self, value: ir.Value) -> Storage:

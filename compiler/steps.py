@@ -54,6 +54,7 @@ class Value:
         root: the graph input whose storage it is, or None for storage of its own.
         storage: who owns the bytes.
         fixed: whether all runs with the same input dimensions give it the same shape.
+        version: of the root's content; names of one version hold the same bytes. Only with a root.
     """
 
     slot: int
@@ -63,6 +64,7 @@ class Value:
     root: str | None
     storage: Storage
     fixed: bool
+    version: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ template, so nothing of a run outlives it but its outputs.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -69,23 +70,7 @@ class Engine:
 
     def build(self, frame: Frame) -> Action:
         """The closures of a frame, prepared as far as its shapes are known."""
-        return _Builder(self, frame).block(self.plan.block)
-
-    def step(self, step: Step, block: Block, frame: Frame, builder: _Builder) -> Action:
-        """The closure of one step, for one frame."""
-        match step:
-            case SubSession():
-                return self._sub_sessions[id(step)].action(frame, block)
-            case Kernel():
-                return self._kernels[id(step)]
-            case View():
-                return views.action(step)
-            case Branch():
-                return control.branch(step, builder.block)
-            case Repeat():
-                return control.repeat(step, builder.block, frame.dims)
-            case ScanStep():
-                return control.scan(step, builder.block, frame.dims)
+        return _Builder(self._kernels, self._sub_sessions, frame).block(self.plan.block)
 
 
 class Execution:
@@ -144,18 +129,20 @@ class Run:
         self._act(slots)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Builder:
-    """Closures for the blocks of one frame."""
+    """Makes the closures of one frame: steps in order, with what is due between them."""
 
-    def __init__(self, engine: Engine, frame: Frame):
-        self._engine, self._frame = engine, frame
+    kernels: Mapping[int, Action]
+    sub_sessions: Mapping[int, standard.SubSessionRunner]
+    frame: Frame
 
     def block(self, block: Block) -> Action:
+        """A block as one action."""
+        ends = _ends(block, self.frame)
         actions = []
-        ends = _ends(block, self._engine.plan, self._frame)
         for index, step in enumerate(block.steps):
-            action = self._engine.step(step, block, self._frame, self)
-            actions.append(self._guarded(action, step))
+            actions.append(self._guarded(self._action(step, block), step))
             if index in ends:
                 actions.append(_release(ends[index]))
         if len(actions) == 1:
@@ -168,17 +155,26 @@ class _Builder:
 
         return act
 
+    def _action(self, step: Step, block: Block) -> Action:
+        match step:
+            case SubSession():
+                return self.sub_sessions[id(step)].action(self.frame, block)
+            case Kernel():
+                return self.kernels[id(step)]
+            case View():
+                return views.action(step)
+            case Branch():
+                return control.branch(step, self.block)
+            case Repeat():
+                return control.repeat(step, self.block, self.frame.dims)
+            case ScanStep():
+                return control.scan(step, self.block, self.frame.dims)
+
     def _guarded(self, action: Action, step: Step) -> Action:
         """Compare where a must-alias step wrote with where its root is."""
-        outputs = [(slot, root) for slot, root in _aliased(step)]
-        if not outputs:
-            return action
-        if len(outputs) > 1:
-            for slot, root in outputs:
-                action = _guard(action, slot, root, self._frame.roots[root])
-            return action
-        ((slot, root),) = outputs
-        return _guard(action, slot, root, self._frame.roots[root])
+        for slot, root in _aliased(step):
+            action = _guard(action, slot, root, self.frame.roots[root])
+        return action
 
 
 def _guard(action: Action, slot: int, root: str, array: Array) -> Action:
@@ -210,14 +206,14 @@ def _aliased(step: Step) -> Iterator[tuple[int, str]]:
             yield step.output, step.root
 
 
-def _ends(block: Block, plan: ExecutionPlan, frame: Frame) -> dict[int, list[int]]:
+def _ends(block: Block, frame: Frame) -> dict[int, list[int]]:
     """Slots to release after a step, by step: values that were made for this run alone.
 
     In the first run of a frame these are all values; later some have buffers, which stay.
     """
     ends: dict[int, list[int]] = {}
     for slot, (_, last) in block.lifetimes.items():
-        storage = plan.values[slot].storage
+        storage = frame.plan.values[slot].storage
         made = storage is Storage.FRESH or (storage is Storage.BUFFER and slot not in frame.shapes)
         if made and last < len(block.steps):
             ends.setdefault(last, []).append(slot)

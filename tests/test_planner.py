@@ -177,6 +177,7 @@ def test_values_say_whose_bytes_they_are() -> None:
     assert {m.slot for m in plan.must_alias if m.root == "caches.0"} == {
         v.slot for v in written if v.name != "caches.0"
     }
+    assert len({v.version for v in written}) == 2  # as it came, and written once
     assert plan.inplace_reuse  # what sub-sessions hand to kernels
     assert not plan.inplace_reuse & {m.slot for m in plan.must_alias}
     assert not plan.inplace_reuse & {o.slot for o in plan.outputs}
