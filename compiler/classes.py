@@ -72,14 +72,14 @@ class Link:
     """One output of one node that is the storage of one of its inputs.
 
     Attributes:
-        output: port.
+        output: port; None: the node leaves it out, so that what it writes gets no name.
         input: port.
         effect: WRITE or VIEW.
         required: the input must be mutable storage; else the node breaks a rule.
         reshaped: the output has another shape.
     """
 
-    output: int
+    output: int | None
     input: int
     effect: Effect
     required: bool = False
@@ -139,30 +139,30 @@ class Classes:
         if rule is None:
             if (summary := self.summary(node)) is not None:
                 return tuple(_links_of_call(summary))
-            aliases = [a for a in self._declared(node) if _present(node, a)]
-            return tuple(Link(*_ports(a), Effect.WRITE, required=True) for a in aliases)
+            declared = [a for a in self._declared(node) if _exists(node, a)]
+            return tuple(Link(*_ports(node, a), Effect.WRITE, required=True) for a in declared)
         if not rule.applies(node):
             return ()
-        return tuple(
-            Link(*_ports(a), rule.effect, not rule.functional, rule.reshapes)
-            for a in rule.aliases
-            if _present(node, a) and (rule.effect is Effect.VIEW or self._writes(rule, node, a))
-        )
+        aliases = [a for a in rule.aliases if _given(node, a) is not None]
+        if rule.effect is Effect.VIEW:
+            return tuple(
+                Link(*_ports(node, a), Effect.VIEW, reshaped=rule.reshapes) for a in aliases
+            )
+        if rule.functional and not any(self._is_mutable(_given(node, a)) for a in aliases):
+            return ()
+        return tuple(Link(*_ports(node, a), Effect.WRITE, required=True) for a in aliases)
 
     def restricted(self, node: ir.Node) -> Iterator[ir.Value]:
         """Inputs that ``node`` would write if they were mutable storage."""
         rule = contract.rule(node)
-        if rule is None or rule.effect is Effect.VIEW or not rule.functional:
+        if rule is None or rule.effect is Effect.VIEW or self.links(node):
             return
         for a in rule.aliases:
-            value = node.inputs[a.input_index] if _present(node, a) else None
-            if value is not None and not self._writes(rule, node, a):
+            if (value := _given(node, a)) is not None:
                 yield value
 
-    def _writes(self, rule: contract.OperatorRule, node: ir.Node, a: OutputAlias) -> bool:
-        """Standard operators are functional unless they stand on mutable storage."""
-        value = node.inputs[a.input_index]
-        return not rule.functional or (value in self.root and self.root[value] in self._mutable)
+    def _is_mutable(self, value: ir.Value | None) -> bool:
+        return value in self.root and self.root[value] in self._mutable
 
     def _walk(self, block: Block) -> dict[ir.Value, ir.Node]:
         written = self.written[block] = {}
@@ -183,9 +183,11 @@ class Classes:
             self._branches(node)
             return written
         for link in self.links(node):
-            shared = self._follow(node.outputs[link.output], node.inputs[link.input])
-            if shared is not None and shared in self._mutable and link.effect is Effect.WRITE:
-                written.setdefault(shared, node)
+            value = node.inputs[link.input]
+            if link.output is not None:
+                self._follow(node.outputs[link.output], value)
+            if link.effect is Effect.WRITE and value is not None and self._is_mutable(value):
+                written.setdefault(self.root[value], node)
         if (summary := self.summary(node)) is not None:
             for value, parameter in zip(node.inputs, summary.parameters, strict=False):
                 if value is None or not parameter.written:
@@ -230,12 +232,16 @@ def _links_of_call(summary: Summary) -> Iterator[Link]:
             yield Link(k, result.parameter, effect, required, result.reshaped)
 
 
-def _ports(a: OutputAlias) -> tuple[int, int]:
-    return a.output_index, a.input_index
+def _exists(node: ir.Node, a: OutputAlias) -> bool:
+    return 0 <= a.output_index < len(node.outputs) and 0 <= a.input_index < len(node.inputs)
 
 
-def _present(node: ir.Node, a: OutputAlias) -> bool:
-    """Whether a node has both ports; what is left out at the end or in between has no storage."""
-    if a.output_index >= len(node.outputs) or a.input_index >= len(node.inputs):
-        return False
-    return node.outputs[a.output_index].name != "" and node.inputs[a.input_index] is not None
+def _given(node: ir.Node, a: OutputAlias) -> ir.Value | None:
+    """The input of an alias; inputs may be left out, at the end or in between."""
+    return node.inputs[a.input_index] if a.input_index < len(node.inputs) else None
+
+
+def _ports(node: ir.Node, a: OutputAlias) -> tuple[int | None, int]:
+    """Outputs may be left out as well."""
+    named = a.output_index < len(node.outputs) and node.outputs[a.output_index].name != ""
+    return a.output_index if named else None, a.input_index

@@ -114,7 +114,7 @@ def check(node: ir.Node, links: Sequence[Link], summary: Summary | None) -> Verd
     else:
         verdict = Verdict()
     for link in links:
-        if not verdict.faults:
+        if not verdict.faults and link.output is not None:
             output, source = node.outputs[link.output], _input(node, link.input)
             merge = recount if link.reshaped else adopt
             verdict.faults.extend(merge(output, source))

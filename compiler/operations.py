@@ -140,25 +140,20 @@ class Operations(Versions):
         """Name the results that share storage; a write makes one version for all of them."""
         written: set[ir.Value] = set()
         for link in links:
-            value, output = node.inputs[link.input], node.outputs[link.output]
+            value = node.inputs[link.input]
             if value in self.unknown:
-                self.unknown.add(output)
+                self.unknown.update(() if link.output is None else [node.outputs[link.output]])
                 continue
             if value is None or (place := self.place.get(value)) is None:
                 continue
             if link.effect is Effect.WRITE and place.root not in written:
                 written.add(place.root)
                 self.advance(place.root, node, node)
-            self.alias(
-                node,
-                link.output,
-                link.input,
-                dataclasses.replace(
-                    place,
-                    version=self.live[place.root],
-                    reshaped=place.reshaped or link.reshaped,
-                ),
-            )
+            if link.output is None:
+                continue
+            version, reshaped = self.live[place.root], place.reshaped or link.reshaped
+            place = dataclasses.replace(place, version=version, reshaped=reshaped)
+            self.alias(node, link.output, link.input, place)
 
     def alias(self, node: ir.Node, output: int, port: int | None, place: Place) -> None:
         """Output ``output`` is the storage of input ``port``; None: of what a branch captured."""

@@ -228,7 +228,7 @@ def test_group_query_attention_writes_what_it_gives_back():
     found = analyze(text, ["pk", "pv"], [None, "pk", "pv"])
     assert list(found.node.values()) == [[OutputAlias(1, 3), OutputAlias(2, 4)]]
     assert codes(text, [], [None, None, None]) == []  # functional on what nobody lends
-    assert codes(text, ["pk"], [None, "pk", None]) == []
+    assert codes(text, ["pk"], [None, "pk", None]) == ["E106"]  # it writes both, or none
     assert codes(text, ["pk", "pv"], [None, "pk", None]) == ["E111"]
     assert codes(
         text.replace("pk, pv,\n", "pk, pk,\n").replace("(q, k, v, pk, pv", "(q, k, v, pk, pk"),
@@ -238,7 +238,8 @@ def test_group_query_attention_writes_what_it_gives_back():
     only = text.replace(", float[1,1,8,8] nk, float[1,1,8,8] nv)", ")").replace(
         "y, nk, nv =", "y ="
     )
-    assert codes(only, ["pk", "pv"], [None]) == []  # no name for what it would write: it reads
+    assert codes(only, ["pk", "pv"], [None]) == ["E109", "E109"]  # written all the same
+    assert codes(only, [], [None]) == []
 
 
 def test_states_of_opset_27():
