@@ -1,0 +1,1 @@
+"""Executes a plan on storage of the caller, step by step."""

@@ -36,12 +36,12 @@ class Linear4Bit:
     @property
     def inputs(self) -> int:
         """Length of a row."""
-        return self.quants.shape[1] * BLOCK
+        return int(self.quants.shape[1]) * BLOCK
 
     @property
     def outputs(self) -> int:
         """Number of rows."""
-        return self.quants.shape[0]
+        return int(self.quants.shape[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,8 @@ def _q4_1(
     scales = blocks[..., 0:2].copy().view(np.float16)[..., 0].astype(np.float32)
     minima = blocks[..., 2:4].copy().view(np.float16)[..., 0].astype(np.float32)
     packed = blocks[..., 4:]
-    return np.concatenate([packed & 15, packed >> 4], axis=-1), scales, minima
+    low, high = packed & np.uint8(15), packed >> np.uint8(4)
+    return np.concatenate([low, high], axis=-1), scales, minima
 
 
 def _q8_0(data: NDArray[np.uint8]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
