@@ -9,6 +9,7 @@ disk; what is large, the caller may say.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import sys
@@ -238,6 +239,8 @@ def _pieces(tensor: ir.TensorProtocol) -> Iterator[memoryview]:
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[tuple[IO[bytes], Any]]:
     """A new file that gets its name when it is complete; without a name it is deleted."""
+    if not folder.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "no such folder", os.fspath(folder))
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=".onnx-inplace-")
     target: list[Path] = []
     try:

@@ -332,6 +332,20 @@ def test_run_that_does_not_fit(arrays: Path) -> None:
     assert Path("cache.npy").read_bytes() == before
 
 
+@pytest.mark.parametrize("target", ["absent=x.npy", "other=absent/x.npy", "other=x.txt"])
+def test_a_result_that_cannot_be_saved_is_said_before_the_run(target: str, arrays: Path) -> None:
+    before = Path("cache.npy").read_bytes()
+    sizes = ("--cache", "cache=cache.npy", "--cache", "other=heads:2,capacity:8")
+    inputs = ("--input", "new=new.npy", "--input", "steps=3")
+    fails(2, "run", "loop.onnx", *inputs, *sizes, "--save", target)
+    assert Path("cache.npy").read_bytes() == before
+
+
+def test_a_folder_that_is_not_there(folder: Path) -> None:
+    text = fails(1, "compile", "good.py:append", "-o", "absent/m.onnx")
+    assert text.startswith("absent: error: no such folder")
+
+
 @pytest.mark.parametrize(
     ("code", "arguments", "words"),
     [

@@ -236,11 +236,12 @@ def run(
     if arguments:
         message = f"{', '.join(arguments)}: no mutable input of {model}"
         raise typer.BadParameter(message, param_hint="--cache")
+    roots = {name: root for name, _, root in session.results if root is not None}
+    _check_targets(targets, [*storage, *(name for name, _, _ in session.results)])
     results = session.run(given, writable=storage)
     for array in storage.values():
         if isinstance(array, np.memmap):
             array.flush()
-    roots = {name: root for name, _, root in session.results if root is not None}
     _save({**storage, **dict(results.items())}, targets)
     if json_:
         report.print_json({"ok": True, "results": _results_json(results, roots)})
@@ -256,11 +257,19 @@ def _storage(session: Any, port: Any, argument: values.CacheArgument | None) -> 
     return session.allocate(port.name, **(argument.dims if argument is not None else {}))
 
 
+def _check_targets(targets: dict[str, str], known: list[str]) -> None:
+    """Before the run: afterwards caches have changed, and results would be lost."""
+    for name, path in targets.items():
+        if name not in known:
+            message = f"{name} is no result and no cache; there are {', '.join(known)}"
+            raise typer.BadParameter(message, param_hint="--save")
+        if not path.endswith(".npy") or not Path(path).parent.is_dir():
+            message = f"{path} is no .npy file in a folder that exists"
+            raise typer.BadParameter(message, param_hint="--save")
+
+
 def _save(arrays: dict[str, Any], targets: dict[str, str]) -> None:
     for name, path in targets.items():
-        if name not in arrays:
-            message = f"{name} is no result and no cache; there are {', '.join(arrays)}"
-            raise typer.BadParameter(message, param_hint="--save")
         np.save(path, arrays[name])
 
 

@@ -75,6 +75,8 @@ def problems(error: Exception, path: str) -> list[Problem]:
         return [_problem(error.path, None, "error", "no model", error.reason)]
     if isinstance(error, UserCodeError):
         return [_problem(_relative(error.file), error.line, "error", "failed", str(error))]
+    if isinstance(error, OSError) and error.strerror:
+        return [_problem(str(error.filename or path), None, "error", "failed", error.strerror)]
     name, message = type(error).__name__, str(error)
     place = str(getattr(error, "location", None) or "")
     file, _, line = place.rpartition(":")
