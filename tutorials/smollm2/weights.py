@@ -138,7 +138,7 @@ def _linear(name: str, tensors: list[Any]) -> Linear4Bit:
 
 def _pack(numbers: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Two 4-bit numbers a byte along the last axis, the even one in the low bits."""
-    return numbers[..., 0::2] | numbers[..., 1::2] << 4
+    return numbers[..., 0::2] + numbers[..., 1::2] * np.uint8(16)
 
 
 def _q4_1(
@@ -153,8 +153,7 @@ def _q4_1(
     scales = blocks[..., 0:2].copy().view(np.float16)[..., 0].astype(np.float32)
     minima = blocks[..., 2:4].copy().view(np.float16)[..., 0].astype(np.float32)
     packed = blocks[..., 4:]
-    low, high = packed & np.uint8(15), packed >> np.uint8(4)
-    return np.concatenate([low, high], axis=-1), scales, minima
+    return np.concatenate([packed & 15, packed >> 4], axis=-1), scales, minima
 
 
 def _q8_0(data: NDArray[np.uint8]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
