@@ -138,7 +138,7 @@ class Classes:
         rule = contract.RULES.get((node.domain, node.op_type))
         if rule is None:
             if (summary := self.summary(node)) is not None:
-                return tuple(_links_of_call(summary))
+                return tuple(_links_of_call(node, summary))
             declared = [a for a in self._declared(node) if _exists(node, a)]
             return tuple(Link(*_ports(node, a), Effect.WRITE, required=True) for a in declared)
         if not rule.applies(node):
@@ -223,13 +223,15 @@ class Classes:
         return root
 
 
-def _links_of_call(summary: Summary) -> Iterator[Link]:
+def _links_of_call(node: ir.Node, summary: Summary) -> Iterator[Link]:
     for k, result in enumerate(summary.results):
-        if result is not None:
-            parameter = summary.parameters[result.parameter]
-            effect = Effect.WRITE if parameter.written else Effect.VIEW
-            required = parameter.access is Access.READ_WRITE
-            yield Link(k, result.parameter, effect, required, result.reshaped)
+        if result is None or result.parameter >= len(node.inputs):
+            continue
+        parameter = summary.parameters[result.parameter]
+        effect = Effect.WRITE if parameter.written else Effect.VIEW
+        required = parameter.access is Access.READ_WRITE
+        ports = _ports(node, OutputAlias(k, result.parameter))
+        yield Link(*ports, effect, required, result.reshaped)
 
 
 def _exists(node: ir.Node, a: OutputAlias) -> bool:

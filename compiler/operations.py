@@ -31,7 +31,8 @@ class Operations(Versions):
         links, summary = self.classes.links(node), self.classes.summary(node)
         parameters = () if summary is None else summary.parameters
         writes = {link.input for link in links if link.effect is Effect.WRITE}
-        writes.update(k for k, parameter in enumerate(parameters) if parameter.written)
+        pairs = zip(range(len(node.inputs)), parameters, strict=False)
+        writes.update(k for k, parameter in pairs if parameter.written)
         if self._is_faulty(node, links, summary, writes):
             self.unknown.update(node.outputs)
             self.tainted.update(

@@ -424,6 +424,20 @@ def test_one_function_called_twice_and_in_a_function():
     assert codes(text.replace("(b, n", "(a, n"), ["c"], ["c"], functions) == ["E105"]
 
 
+def test_a_call_that_leaves_a_result_out():
+    text = """
+        main (float[2,8,4] c, float[2,1,4] n, int64 p) => (float[1] s) { s = f.both (n, c, p) }
+    <domain: "f", opset_import: ["": 25, "onnx_inplace": 1]>
+    both (n, c, p) => (s, u) { s = ReduceSum (n)  u = onnx_inplace.CacheUpdate (c, n, p) }"""
+    functions = [("f", "both", ["c"], [None, "c"])]
+    assert codes(text, ["c"], [None], functions) == ["E109"]
+    named = text.replace("(float[1] s)", "(float[1] s, float[2,8,4] u)").replace(
+        "s = f.", "s, u = f."
+    )
+    assert codes(named, ["c"], [None, "c"], functions) == []
+    assert codes(named.replace("(n, c, p)", "(n)", 1), ["c"], [None, None], functions) == []
+
+
 def summary(text, mutable, returns):
     return analyze(text, mutable, returns).summary
 
