@@ -1,7 +1,19 @@
 """Programs whose files the tests of schema, emission, loading and restoring look at."""
 
 from onnx_inplace.compiler.program import Program
-from onnx_inplace.dsl import BOOL, FLOAT, INT64, Alias, Mutable, function, kv, model, op
+from onnx_inplace.dsl import (
+    BOOL,
+    FLOAT,
+    INT64,
+    Alias,
+    Mutable,
+    function,
+    kv,
+    model,
+    op,
+    scan,
+    stack,
+)
 
 Cache, New = FLOAT["heads", "capacity", 4], FLOAT["heads", "n", 4]
 
@@ -76,6 +88,59 @@ def standard(
 
 
 @model
+def recurrent(
+    state: Mutable[FLOAT["batch", 4]],
+    log: Mutable[FLOAT["t", "batch", 4]],
+    xs: FLOAT["t", "batch", 4],
+) -> tuple[Alias["state"], Alias["log"], FLOAT["t", "batch", 4]]:
+    states = stack()
+    for x in scan(xs):
+        hidden = op.Tanh(x + kv.Copy(state))
+        states.append(hidden)
+        state = kv.Assign(state, hidden)
+    return state, kv.Assign(log, xs), states
+
+
+@model
+def variants(
+    cache: Mutable[FLOAT["batch", "m", 4]],
+    new: FLOAT["batch", "n", 4],
+    position: INT64[()],
+    positions: INT64["batch"],
+    beams: INT64["batch"],
+    flag: BOOL[()],
+) -> tuple[Alias["cache"], FLOAT[()]]:
+    cache = kv.CacheUpdate(cache, new, position, axis=1)
+    flat = op.Reshape(cache, op.Constant(value_ints=[-1]))
+    total = op.ReduceSum(flat, keepdims=0)
+    while total < 0.0:
+        if flag:
+            cache = kv.CacheUpdate(cache, new, positions, axis=1, batch_axis=0, mode="circular")
+        else:
+            cache = kv.CacheReorder(cache, beams)
+        total += op.ReduceMax(cache, keepdims=0) + 1.0
+    return kv.CacheReorder(cache, beams), total
+
+
+def layers(count: int) -> Program:
+    """A factory: a group of caches, and a nested loop over them."""
+
+    @model
+    def deep(
+        caches: tuple[(Mutable[Cache],) * count], new: New, steps: INT64[()]
+    ) -> tuple[Alias["caches"], FLOAT[()]]:
+        first, *others = caches
+        sum_ = op.Constant(value_float=0.0)
+        for i in range(steps):
+            for j in range(steps):
+                first = append(first, new, i + j)
+            sum_ += op.ReduceSum(first, keepdims=0)
+        return [first, *(append(cache, new, steps) for cache in others)], sum_
+
+    return deep
+
+
+@model
 def stateless(x: New) -> New:
     return op.Relu(x)
 
@@ -87,6 +152,9 @@ ALL: dict[str, Program] = {
     "loop": loop,
     "calls": calls,
     "standard": standard,
+    "recurrent": recurrent,
+    "variants": variants,
+    "layers": layers(3),
     "stateless": stateless,
 }
 STATEFUL = {name: program for name, program in ALL.items() if name != "stateless"}

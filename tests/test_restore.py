@@ -178,9 +178,16 @@ def test_what_a_tool_loses_is_restored(tool: Tool, name: str, tmp_path: Path) ->
 @pytest.mark.parametrize("tool", INLINE)
 @pytest.mark.filterwarnings("ignore")
 def test_inlined_bodies_are_proven(tool: Tool, name: str, tmp_path: Path) -> None:
-    """What is left of a cache operator are views and a scatter, which write where they stand."""
+    """What is left of CacheUpdate are views and a scatter, which write where they stand.
+
+    What is left of Assign and CacheReorder, Identity and Gather, writes nothing.
+    """
     model = tool(stock(name), tmp_path)
     assert not any(n.domain == contract.DOMAIN for n in model.graph.node)
+    if name in ("recurrent", "variants"):
+        with pytest.raises(errors.ContractError):
+            compiler.restore(model.SerializeToString())
+        return
     restored = compiler.restore(model.SerializeToString())
     assert list(roots(compiler.load(restored)).values()) == promised(name)
 
