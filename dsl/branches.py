@@ -107,7 +107,10 @@ def choose(test: Operand, then: Thunk, other: Thunk) -> Any:
         recorded.append(block)
     merge = _Merge(location)
     merged = merge.merge("choice", *after)
-    return _filled(merged, _emit(r, test, recorded, merge, location))
+    outputs = _emit(r, test, recorded, merge, location)
+    for output in outputs:
+        r.forget_variable(output.value)
+    return _filled(merged, outputs)
 
 
 def _filled(x: Any, outputs: list[Tensor]) -> Any:

@@ -149,6 +149,11 @@ class Recorder:
             del self._anonymous[value]
             self.names.rename(value, variable)
 
+    def forget_variable(self, value: ir.Value) -> None:
+        """``value`` belongs to no variable so far: it gets the name of the next one."""
+        self._anonymous[value] = None
+        value.meta[VARIABLE] = ""
+
     # -- blocks
 
     @contextlib.contextmanager
@@ -174,10 +179,9 @@ class Recorder:
         """Make ``value`` a parameter of ``block``."""
         block.graph.inputs.append(value)
         self._owner[value] = block
+        value.meta[VARIABLE] = variable
         if variable is None:
-            self._anonymous[value] = None
-        else:
-            value.meta[VARIABLE] = variable
+            self.forget_variable(value)
         return value
 
     def owner(self, value: ir.Value) -> Block | None:
@@ -264,9 +268,9 @@ class Recorder:
         block.graph.append(node)
         for value, stem in zip(results, stems, strict=True):
             self._owner[value] = block
+            value.meta[VARIABLE] = stem
             if isinstance(outputs, int):
-                self._anonymous[value] = None
-            value.meta[VARIABLE] = "" if isinstance(outputs, int) else stem
+                self.forget_variable(value)
         if infer:
             try:
                 inference.infer(node)

@@ -83,6 +83,8 @@ class _Collector:
             wanted = f"{variable}.{path}" if path else variable
         elif root is not None:
             wanted = f"updated_{root}"
+        elif path and not path[0].isdigit():  # a mapping, NamedTuple or dataclass written out
+            wanted = path
         for name in (wanted, f"updated_{root}" if root else None):
             holder = self.r.names.holder(name) if name is not None else None
             is_weight = holder is not None and holder.is_initializer()

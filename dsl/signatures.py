@@ -110,6 +110,8 @@ def attribute(name: str, value: Any, type_: ir.AttributeType | None) -> ir.Attr:
         value = int(value)
     elif isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
         value = int(ir.DataType.from_numpy(np.dtype(value)))
+    if isinstance(value, ir.Value):
+        raise TypeError(f"attribute `{name}` is a Python value, and a tensor is given")
     value = literals.plain(value)
     kinds = ir.AttributeType
     match type_:

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import threading
 import types
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -113,7 +114,8 @@ def _record(
                 r.add_input(block, value, leaf.name)
                 made[leaf.name] = Tensor(value)
         inputs = {n: t.value for n, t in made.items()}
-        arguments = {n: parameters.build(p, made) for n, p in declared.items()} | dict(values)
+        arguments = dict(values)
+        arguments |= {n: parameters.build(p, made) for n, p in declared.items()}
         found = _run(r, subject, arguments, declared, inputs)
     block.graph.outputs.extend(v for v in found.values if not r.is_unknown(v))
     declaration = _declaration(r, block.graph, domain, declared, found)
@@ -148,7 +150,8 @@ def _run(
     staged = staging.staged(subject.f, source.definition(subject.f), hooks)
     try:
         with onnxscript.evaluator.default_as(calls.Evaluator()):
-            result = staged(**arguments)
+            bound = inspect.BoundArguments(subject.signature, OrderedDict(arguments))
+            result = staged(*bound.args, **bound.kwargs)
     except ContractError:
         raise
     except Exception as error:

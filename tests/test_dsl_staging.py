@@ -555,3 +555,50 @@ def test_a_call_in_a_branch_writes_in_place() -> None:
 
     got = one(program, cache=np.zeros((1, 4, 4)), new=np.ones((1, 1, 4)), n=4)
     assert got[0, :, 0].tolist() == [1, 0, 1, 0]
+
+
+def test_annotated_variables_are_plain_ones() -> None:
+    @model
+    def program(x: FLOAT["n"], k: BOOL[()]) -> FLOAT["n"]:
+        y: int
+        if k:
+            y: FLOAT = x * 2.0
+        else:
+            y: FLOAT = x
+        return y
+
+    assert one(program, x=[1], k=True) == [2]
+
+
+def test_a_function_may_stand_inside_of_a_model() -> None:
+    @model
+    def program(x: FLOAT["n"], k: BOOL[()]) -> FLOAT["n"]:
+        scale = 3.0
+
+        @function
+        def scaled(x: FLOAT["n"], k: BOOL[()]) -> FLOAT["n"]:
+            if k:
+                x = x * scale
+            return x
+
+        return scaled(x, k)
+
+    assert operators(program) == ["scaled"] and one(program, x=[1], k=True) == [3]
+
+
+def test_parameters_may_be_positional_or_keyword_only() -> None:
+    @model
+    def program(x: FLOAT["n"], /, y: FLOAT["n"], *, z: FLOAT["n"]) -> FLOAT["n"]:
+        return x - y * z
+
+    assert one(program, x=[10], y=[2], z=[3]) == [4]
+
+
+def test_a_choice_may_be_a_structure_and_is_named_by_its_variables() -> None:
+    @model
+    def program(x: FLOAT["n"], y: FLOAT["n"], k: BOOL[()]) -> tuple[FLOAT["n"], FLOAT["n"]]:
+        a, b = (x, y) if k else (y, x)
+        return a, b
+
+    got = stock(program, x=[1], y=[2], k=False)
+    assert {n: v.item() for n, v in got.items()} == {"a": 2, "b": 1}

@@ -222,3 +222,11 @@ def test_results_need_no_annotation() -> None:
         return op.ReduceSum(x, [1], keepdims=0), x
 
     assert shapes(program) == [("n",), ("n", 4)]
+
+
+def test_members_that_are_written_out_with_names_keep_them() -> None:
+    @model
+    def program(x: FLOAT["n"], c: Mutable[Cache]):
+        return {"sum": op.ReduceSum(x), "twice": x * 2.0, "pair": (x + 1.0, x)}
+
+    assert outputs(program) == ["sum", "twice", "pair.0", "pair.1"]
