@@ -12,7 +12,7 @@ import pytest
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
 
-from onnx_inplace.compiler import contract, operators
+from onnx_inplace.compiler import contract, operators, reference
 
 DTYPES = [
     np.float32,
@@ -63,7 +63,7 @@ def make_model(op_type, inputs, opset=operators.OPSET, **attributes):
 
 
 def run_everywhere(proto, inputs):
-    """What the two stock runtimes return."""
+    """What onnxruntime returns, and onnx.reference with the bodies and with our operators."""
     session = onnxruntime.InferenceSession(
         proto.SerializeToString(), OPTIONS, providers=["CPUExecutionProvider"]
     )
@@ -77,7 +77,8 @@ def run_everywhere(proto, inputs):
         raw = _raw(session.run_with_ort_values(None, feeds)[0])
     else:
         raw = session.run_with_ort_values(None, feeds)[0].numpy()
-    return raw, ReferenceEvaluator(proto).run(None, inputs)[0]
+    ours = ReferenceEvaluator(proto, new_ops=list(reference.OPERATORS))
+    return raw, ReferenceEvaluator(proto).run(None, inputs)[0], ours.run(None, inputs)[0]
 
 
 def _raw(value):
@@ -301,3 +302,46 @@ def test_every_schema_has_a_body_and_every_write_a_rule():
         node = ir.node(name, [ir.Value(name="x", shape=ir.Shape([1, 1]))], domain=contract.DOMAIN)
         assert operators.has_body(node) and operators.body(node).name == name
         assert (contract.rule(node) is None) == (name == "Copy")
+
+
+def test_one_file_with_two_variants():
+    """onnxruntime tells overloads apart; onnx.reference needs our operators for that."""
+    cache = ir.val("cache", ir.DataType.FLOAT, [2, 3, 4])
+    inputs = {"cache": np.zeros((2, 3, 4), np.float32)}
+    nodes, value = [], cache
+    for k, axis in enumerate((1, 2)):
+        new = ir.val(
+            f"new{k}", ir.DataType.FLOAT, [1 if j == axis else n for j, n in enumerate((2, 3, 4))]
+        )
+        position = ir.val(f"position{k}", ir.DataType.INT64, [])
+        node = ir.node(
+            "CacheUpdate", [value, new, position], {"axis": axis}, domain=contract.DOMAIN
+        )
+        value = node.outputs[0]
+        value.name, value.type, value.shape = f"updated{k}", cache.type, cache.shape
+        nodes.append(node)
+        inputs[new.name] = np.full(new.shape.numpy(), k + 1, np.float32)
+        inputs[position.name] = np.array(k + 1)
+    values = [v for node in nodes for v in node.inputs if v.producer() is None]
+    imports = {"": operators.OPSET, contract.DOMAIN: contract.VERSION}
+    graph = ir.Graph(values, [value], nodes=nodes, name="g", opset_imports=imports)
+    model = ir.Model(graph, ir_version=11, functions=operators.attach_bodies(nodes))
+    proto = ir.to_proto(model)
+    onnx.checker.check_model(proto, full_check=True)
+    expected = oracle_update(inputs["cache"], inputs["new0"], 1, 1)
+    expected = oracle_update(expected, inputs["new1"], 2, 2)
+    session = onnxruntime.InferenceSession(
+        proto.SerializeToString(), OPTIONS, providers=["CPUExecutionProvider"]
+    )
+    np.testing.assert_array_equal(session.run(None, inputs)[0], expected)
+    evaluator = ReferenceEvaluator(proto, new_ops=list(reference.OPERATORS))
+    np.testing.assert_array_equal(evaluator.run(None, inputs)[0], expected)
+
+
+@pytest.mark.parametrize("position", [-1, 4, 2**62])
+def test_our_operators_for_onnx_reference_refuse_what_does_not_fit(position):
+    cache, values = np.zeros((2, 5, 3), np.float32), np.ones((2, 2, 3), np.float32)
+    inputs = {"cache": cache, "values": values, "position": np.array(position)}
+    proto = make_model("CacheUpdate", inputs)
+    with pytest.raises(ValueError, match="capacity"):
+        ReferenceEvaluator(proto, new_ops=list(reference.OPERATORS)).run(None, inputs)
