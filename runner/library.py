@@ -19,7 +19,7 @@ from onnx_inplace.compiler.steps import SubSession, Weight
 _SILENT = 4  # log severity: fatal
 # [us] A worker waits awake for the next product of the same sub-session, not longer: kernels of
 # ours and other processes need the core. Not to spin at all costs a wake-up for every product.
-_SPIN = "20"
+_SPIN = "50"
 # Operators that take a constant input as it is. Others may repack it into memory of their own.
 _KEEP = {"Add", "Div", "Gather", "GatherElements", "GatherND", "Identity", "Mul", "Slice", "Sub"}
 # Where the bytes of a weight in memory would stand: beyond the end of a file that exists. So an
