@@ -270,3 +270,31 @@ def test_scanned_inputs_of_different_lengths_are_refused() -> None:
     with Session(compiled).bind(cache=cache) as step, pytest.raises(errors.StorageMismatch):
         step.run(xs=xs, ys=xs[:2])
     assert cache.tobytes() == random("cache").tobytes()
+
+
+def test_what_a_loop_hands_on_unchanged_is_no_reused_buffer() -> None:
+    """Without a round, ``last`` is ``start``; ``later`` has its size and lives after the loop."""
+    compiled = textual.build(
+        """main (float[2,6,4] cache, float[2,1,4] x, int64 count, int64 p)
+                => (float[2,6,4] out, float[2,1,4] y) {
+            yes = Constant <value = bool {1}> ()
+            start = Exp(x)
+            looped, last = Loop (count, yes, cache, start) <
+                body = b (int64 i, bool c, float[2,6,4] k, float[2,1,4] v)
+                        => (bool again, float[2,6,4] written, float[2,1,4] next) {
+                    again = Identity(c)
+                    written = onnx_inplace.CacheUpdate(k, v, i)
+                    next = Identity(v)
+                }>
+            axes = Constant <value_ints = [1]> ()
+            largest = ReduceMax(looped, axes)
+            later = Neg(largest)
+            out = onnx_inplace.CacheUpdate(looped, later, p)
+            smallest = ReduceMin(out, axes)
+            y = Add(last, smallest)
+        }""",
+        ["cache"],
+        ["cache", None],
+    )
+    for count in (0, 2):
+        agree(compiled, random("cache"), *[feed(x=random("x"), count=count, p=5)] * 4)

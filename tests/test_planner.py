@@ -1,6 +1,10 @@
 """The plan: order, number of sub-sessions, and what it says about values."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -358,3 +362,26 @@ def test_a_scan_along_an_inner_axis_copies_its_elements(axis, copies) -> None:
         ["cache", None],
     )
     assert [(c.value, c.root) for c in compiler.plan(program).copies] == copies
+
+
+@pytest.mark.slow
+def test_a_plan_does_not_depend_on_the_hash_seed() -> None:
+    script = """
+import test_control, test_planner
+from onnx_inplace import compiler
+for source in (test_planner.decoder(3), test_control.BRANCHES, test_control.LOOP):
+    plan = compiler.plan(source)
+    print(plan.values, plan.block, plan.write_after_read, plan.outputs, sorted(plan.inplace_reuse))
+"""
+    folder = Path(__file__).parent
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=folder,
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(folder)},
+            check=True,
+            capture_output=True,
+        ).stdout
+        for seed in ("0", "1", "2")
+    }
+    assert len(texts) == 1
