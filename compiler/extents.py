@@ -25,11 +25,16 @@ def unnamed(name: str, axis: int) -> str:
 
 
 class Extents:
-    """Sizes of the values of one graph and its bodies."""
+    """Sizes of the values of one graph and its bodies.
+
+    Attributes:
+        agreements: results of If that are names of storage, and two sizes that must be the same.
+    """
 
     def __init__(self, graph: ir.Graph, source: Mapping[ir.Value, ir.Value]):
         """``source`` maps an aliased value to the value that it was made from."""
         self._source = source
+        self.agreements: list[tuple[ir.Value, Size, Size]] = []
         self._shapes: dict[ir.Value, Partial | None] = {}
         for value in graph.inputs:
             if value.shape is not None:
@@ -53,14 +58,28 @@ class Extents:
 
     def _results(self, node: ir.Node) -> list[Partial | None]:
         if node.op_type == "If" and is_control(node):
-            pairs = zip(*(body.outputs for body in bodies(node)), strict=True)
-            return [_agreed(self.partial(a), self.partial(b)) for a, b in pairs]
+            pairs = zip(node.outputs, *(body.outputs for body in bodies(node)), strict=True)
+            return [self._joined(output, a, b) for output, a, b in pairs]
         followed = list(extent_rules.results(node, self)[: len(node.outputs)])
         followed += [None] * (len(node.outputs) - len(followed))
         return [
             _merge(self._named_storage(output), shape)
             for output, shape in zip(node.outputs, followed, strict=True)
         ]
+
+    def _joined(self, output: ir.Value, a: ir.Value, b: ir.Value) -> Partial | None:
+        """What both branches say. Two names of one storage have one shape: a run compares them."""
+        first, second = self.partial(a), self.partial(b)
+        if first is None or second is None or len(first) != len(second):
+            return None
+        shape: list[Size | None] = []
+        for one, other in zip(first, second, strict=True):
+            if output in self._source and one is not None and other is not None and one != other:
+                self.agreements.append((output, one, other))
+                shape.append(one)
+            else:
+                shape.append(one if one == other else None)
+        return tuple(shape)
 
     def _named_storage(self, value: ir.Value) -> Partial | None:
         """What inference says; and of a name of storage, what its source has, if it is no view."""
@@ -196,13 +215,6 @@ def _merge(first: Partial | None, second: Partial | None) -> Partial | None:
     if first is None or second is None or len(first) != len(second):
         return first if first is not None else second
     return tuple(b if a is None else a for a, b in zip(first, second, strict=True))
-
-
-def _agreed(first: Partial | None, second: Partial | None) -> Partial | None:
-    """What both say."""
-    if first is None or second is None or len(first) != len(second):
-        return None
-    return tuple(a if a == b else None for a, b in zip(first, second, strict=True))
 
 
 def _dimension(value: ir.Value, axis: int) -> Size:

@@ -1,9 +1,10 @@
 """Types and shapes of a flat graph, by onnx's own inference.
 
-Two things stand between it and our graphs. Weights may not fit into a protobuf: they take part by
-type and shape alone. And operators that onnx does not know would leave everything behind them
-unknown: for inference, and only for it, a node is replaced by standard nodes whose results have
-the same types and shapes (an update of a cache by Identity of the cache).
+Three things stand between it and our graphs. Weights may not fit into a protobuf: they take part by
+type and shape alone. Bodies do not see the content of constants outside, so these are repeated
+inside. And operators that onnx does not know would leave everything behind them unknown: for
+inference, and only for it, a node is replaced by standard nodes whose results have the same types
+and shapes (an update of a cache by Identity of the cache).
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ def infer(model: ir.Model) -> None:
         proto = ir.to_proto(model)
     _stand_in(proto.graph, proto.graph)
     _forget_values(proto.graph)
+    external = onnx.TensorProto.EXTERNAL
+    held = {t.name: t for t in proto.graph.initializer if t.data_location != external}
+    _show_constants(proto.graph, held)
     try:
         inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
     except onnx.shape_inference.InferenceError as error:
@@ -91,6 +95,20 @@ def _forget_values(graph: onnx.GraphProto) -> None:
         for attribute in node.attribute:
             if attribute.type == onnx.AttributeProto.GRAPH:
                 _forget_values(attribute.g)
+
+
+def _show_constants(graph: onnx.GraphProto, constants: dict[str, onnx.TensorProto]) -> None:
+    """Repeat in every body the constants that it takes from outside, shapes and axes above all.
+
+    Inference of a body knows the types of what stands around it, not the content.
+    """
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                body = attribute.g
+                used = dict.fromkeys(name for inner in body.node for name in inner.input)
+                body.initializer.extend(constants[name] for name in used if name in constants)
+                _show_constants(body, constants)
 
 
 def _infos(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:

@@ -142,6 +142,8 @@ class _Builder:
         self.block(self.model.graph, ())
         for needed in self.equalities.pop(None, ()):
             self.decide(conditions.equality(needed, self.aliases.root), ())
+        for value, one, other in self.extents.agreements:
+            self.agree(value, one, other)
         sliced = None
         if self.sites:
             model = slicing.Slicer(self.model, self.aliases.root, self.knowledge, self.sites)
@@ -152,6 +154,14 @@ class _Builder:
         return Checks(
             tuple(self.static.values()), tuple(self.direct.values()), sliced, tuple(self.late)
         )
+
+    def agree(self, value: ir.Value, one: Size, other: Size) -> None:
+        """Two branches give one storage shapes that look different: they must be the same."""
+        root = str(self.aliases.root[value].name)
+        place = _location(value.producer())
+        size = (other,)
+        bound = Bound(Kind.SHAPE, root, "If", str(value.name), False, place, size, size, 0, size)
+        self.static.setdefault((size, size, (one,)), Static(bound, (one,)))
 
     def block(self, graph: ir.Graph, around: tuple[ir.Node, ...]) -> None:
         for node in graph:
@@ -193,9 +203,13 @@ class _Builder:
                 key = (r.kind, name, offset, low, high, length)
                 self.direct.setdefault(key, Direct(bound, name, offset))
                 return
-        if r.node is None or is_control(r.node):  # no step that could check it before it matters
-            raise ContractError([_unproven(r)])
         reason = self.why_unknown(r, around)
+        if reason is not None and (r.node is None or is_control(r.node)):
+            # No step could check it before it matters: it holds in every run, or there is none.
+            if not known or numbers is None:
+                raise ContractError([_unproven(r)])
+            self.static.setdefault((low, high, numbers), Static(bound, numbers))
+            return
         if reason is not None:
             self.late.append(Late(bound, reason))
             return
