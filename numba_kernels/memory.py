@@ -19,25 +19,21 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from onnx_inplace.numba_kernels import cache
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _BYTE = ir.IntType(8).as_pointer()
 
 
 def compiled(signature: str, **options: Any) -> Callable[[F], F]:
-    """Compile at definition, for one signature, without the GIL; keep the code on disk.
-
-    numba raises when no folder for the compiled code can be written (a read-only installation
-    without a home); such a process compiles for itself.
-    """
+    """Compile at definition, for one signature, without the GIL; keep the code on disk."""
 
     def decorate(function: F) -> F:
-        try:
-            result: F = numba.njit(signature, nogil=True, cache=True, **options)(function)
-        except RuntimeError as error:
-            if "cannot cache" not in str(error):
-                raise
-            result = numba.njit(signature, nogil=True, **options)(function)
+        with cache.kept() as kept:
+            result: F = numba.njit(nogil=True, cache=kept, **options)(function)
+        result.compile(signature)  # type: ignore[attr-defined]
+        result.disable_compile()  # type: ignore[attr-defined]
         return result
 
     return decorate
@@ -69,12 +65,8 @@ def kernel(signature: str) -> Callable[[Callable[..., Any]], OnDemand]:
     """A C function, for calls by address: ``ready().address``."""
 
     def compile_(function: Callable[..., Any]) -> Any:
-        try:
-            return numba.cfunc(signature, cache=True)(function)
-        except RuntimeError as error:
-            if "cannot cache" not in str(error):
-                raise
-            return numba.cfunc(signature)(function)
+        with cache.kept() as kept:
+            return numba.cfunc(signature, cache=kept)(function)
 
     return lambda function: OnDemand(compile_, function)
 

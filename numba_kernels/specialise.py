@@ -7,7 +7,6 @@ constants makes both work: 5 s of compilation become 0.1 s in the next process.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pathlib
 import re
@@ -16,21 +15,11 @@ import tempfile
 import threading
 import types
 
-import llvmlite
-import numba
+from onnx_inplace.numba_kernels import cache
 
 _MARK = re.compile(r"^(?P<names>[A-Z, ]+) = .*  # specialised$", re.MULTILINE)
 _lock = threading.Lock()
 _modules: dict[tuple[str, tuple[int, ...]], types.ModuleType] = {}
-
-
-def folder() -> pathlib.Path:
-    """Where copies are kept: ``ONNX_INPLACE_CACHE``, or ``onnx-inplace`` in the user's caches."""
-    given = os.environ.get("ONNX_INPLACE_CACHE")
-    if given:
-        return pathlib.Path(given)
-    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return pathlib.Path(caches).expanduser() / "onnx-inplace"
 
 
 def specialise(template: types.ModuleType, *constants: int) -> types.ModuleType:
@@ -54,30 +43,24 @@ def _load(template: types.ModuleType, constants: tuple[int, ...]) -> types.Modul
     )
     if count != 1:
         raise ValueError(f"{source.name} has {count} lines to specialise")
-    name = f"{source.stem}_{'_'.join(map(str, constants))}_{_digest(source.parent, text)}"
-    module = types.ModuleType(name)
+    name = "_".join([source.stem, *map(str, constants)])
+    module = types.ModuleType(f"{__name__}.{name}")
     path = _write(name, text)
     module.__file__ = str(path) if path is not None else f"<{name}>"
-    sys.modules[name] = module  # numba looks functions up by their module
+    sys.modules[module.__name__] = module  # numba looks functions up by their module
     exec(compile(text, module.__file__, "exec"), module.__dict__)
     return module
 
 
-def _digest(folder: pathlib.Path, text: str) -> str:
-    """Of all that goes into the compiled code: numba looks at the time of one file only."""
-    state = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {text}".encode())
-    for file in sorted(folder.glob("*.py")):
-        state.update(file.read_bytes())
-    return state.hexdigest()[:16]
-
-
 def _write(name: str, text: str) -> pathlib.Path | None:
-    path = folder() / f"{name}.py"
+    place = cache.folder()
+    if place is None:
+        return None
+    path = place / f"{name}.py"
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.exists():
             return path if path.read_text() == text else None
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        with tempfile.NamedTemporaryFile("w", dir=place, suffix=".tmp", delete=False) as file:
             file.write(text)
         os.replace(file.name, path)  # whole or not at all, whoever else writes it now
     except OSError:

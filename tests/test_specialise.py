@@ -1,12 +1,14 @@
 """Copies of kernel modules: on disk, shared by processes, in memory where nothing can be kept."""
 
 import os
+import pathlib
+import shutil
 import subprocess
 import sys
 
 import pytest
 
-from onnx_inplace.numba_kernels import decode, floats, specialise
+from onnx_inplace.numba_kernels import cache, decode, floats, specialise
 
 pytestmark = [pytest.mark.kernel, pytest.mark.slow]
 
@@ -40,7 +42,7 @@ def test_processes_share_compiled_code(tmp_path):
     assert {f for f, _, _ in first} == {file}
     assert file.startswith(str(tmp_path)) and hits == 1
     assert seconds < max(s for _, _, s in first)
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_without_a_writable_folder_the_code_lives_in_memory(tmp_path):
@@ -49,21 +51,40 @@ def test_without_a_writable_folder_the_code_lives_in_memory(tmp_path):
     assert file.startswith("<") and hits == 0
 
 
-def test_a_changed_copy_is_not_trusted(tmp_path, monkeypatch):
+@pytest.fixture
+def fresh(tmp_path, monkeypatch):
+    """A new folder, and a process that has specialised nothing."""
     monkeypatch.setenv("ONNX_INPLACE_CACHE", str(tmp_path))
     monkeypatch.setattr(specialise, "_modules", {})
+    cache.folder.cache_clear()
+    yield
+    cache.folder.cache_clear()
+
+
+def test_a_changed_copy_is_not_trusted(fresh, monkeypatch):
     module = specialise.specialise(decode, 1, 16, 1)
-    path = tmp_path / f"{module.__name__}.py"
-    path.write_text("raise SystemExit('not ours')")
+    pathlib.Path(module.__file__).write_text("raise SystemExit('not ours')")
     monkeypatch.setattr(specialise, "_modules", {})
     again = specialise.specialise(decode, 1, 16, 1)
     assert again.__file__.startswith("<") and again.KIND == floats.FLOAT16
 
 
-def test_constants_have_one_place(tmp_path, monkeypatch):
-    monkeypatch.setenv("ONNX_INPLACE_CACHE", str(tmp_path))
+def test_constants_have_one_place(fresh):
     assert specialise.specialise(decode, 1, 32, 5) is specialise.specialise(decode, 1, 32, 5)
     module = specialise.specialise(decode, 1, 32, 6)
     assert (module.KIND, module.SIZE, module.GROUP) == (1, 32, 6)
     with pytest.raises(ValueError, match="0 lines to specialise"):
         specialise.specialise(floats, 1)
+
+
+def test_another_version_of_any_source_has_another_folder(fresh, monkeypatch, tmp_path):
+    before = cache.folder()
+    sources = tmp_path / "sources"
+    shutil.copytree(cache._SOURCES, sources, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(cache, "_SOURCES", sources)
+    cache.folder.cache_clear()
+    assert cache.folder() == before
+    with (sources / "floats.py").open("a") as file:
+        file.write("# changed\n")
+    cache.folder.cache_clear()
+    assert cache.folder() != before
