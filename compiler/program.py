@@ -115,7 +115,11 @@ def build(declaration: Declaration) -> Program:
     blocks = [*(f.block for f in functions), graph.block]
     nodes = [n for block in blocks for n in ir.traversal.RecursiveGraphIterator(block)]
     opset = declaration.function.opset_imports.get("", operators.OPSET)
-    bodies = operators.attach_bodies(nodes, opset)
+    try:
+        bodies = operators.attach_bodies(nodes, opset)
+    except operators.NoBody as error:  # an opset that is too old
+        finding = errors.Finding("E100", f"{error}.", declaration.location)
+        raise errors.ContractError([finding]) from None
     name = declaration.function.name
     return Program(name, *emitter.emit(graph, functions, bodies, name))
 

@@ -12,7 +12,7 @@ import pytest
 from onnx_inplace import compiler
 from onnx_inplace.compiler import alias, contract, errors, facts, program, schema
 from onnx_inplace.compiler.contract import Access
-from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, function, kv, model, op
+from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, function, kv, model, op, opset
 
 
 def said(name: str) -> dict[str, str]:
@@ -204,6 +204,19 @@ def test_two_functions_of_one_name_in_two_domains() -> None:
         "two:write:",
     }
     compiler.load(both)
+
+
+def test_an_opset_that_is_too_old() -> None:
+    """The meaning of a cache operator cannot be written in it."""
+    old = opset(17)
+    with pytest.raises(errors.ContractError) as caught:
+
+        @model
+        def program(a: Mutable[FLOAT[4]], x: FLOAT[4]) -> tuple[Alias["a"], FLOAT[4]]:
+            return kv.Assign(a, x), old.Relu(x)
+
+    (finding,) = caught.value.findings
+    assert finding.code == "E100" and "opset 18" in finding.message
 
 
 def test_functions_with_overloads() -> None:
