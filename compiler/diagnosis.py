@@ -38,11 +38,26 @@ class _Entry:
     writer: ir.Node
 
 
-def _called(value: ir.Value) -> str:
+def called(value: ir.Value) -> str:
+    """What a finding calls a value: the author's variable, if it has one."""
     variable, producer = value.meta.get(VARIABLE), value.producer()
     if variable == "" and producer is not None:
         return f"the result of `{producer.op_type}`"
     return f"`{variable or value.name}`"
+
+
+def _copy(value: ir.Value) -> str:
+    """How the author writes a copy of it."""
+    variable = value.meta.get(VARIABLE, value.name)
+    return f"`kv.Copy({variable or '...'})`"
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+def _node_name(node: ir.Node) -> str:
+    return node.name or next((v.name for v in node.outputs if v.name), node.op_type)
 
 
 def _operator(node: ir.Node) -> str:
@@ -87,19 +102,19 @@ class Diagnosis:
     def _result(self, code: str, value: ir.Value, message: str, repair: str) -> Finding:
         """About a result of the whole: where it is returned, or else where it is made."""
         if self._returned is not None:
-            return Finding(code, message, self._returned, repair)
+            return Finding(code, _sentence(message), self._returned, repair)
         return self._finding(code, value.producer(), message, repair)
 
     def _finding(self, code: str, node: ir.Node | None, message: str, repair: str) -> Finding:
         location = self._locate(node)
         if location is None and node is not None:
-            message = f"{message} (In node `{node.name or node.outputs[0].name}`.)"
-        return Finding(code, message, location, repair)
+            message = f"{message} (In node `{_node_name(node)}`.)"
+        return Finding(code, _sentence(message), location, repair)
 
     def _line(self, node: ir.Node, seen_from: ir.Node | None) -> str:
         location, here = self._locate(node), self._locate(seen_from)
         if location is None:
-            return f"node `{node.name or node.outputs[0].name}`"
+            return f"node `{_node_name(node)}`"
         if here is not None and here.file == location.file:
             return f"line {location.line}"
         return str(location)
@@ -107,7 +122,7 @@ class Diagnosis:
     def _now(self, value: ir.Value, root: ir.Value, live: Live) -> str | None:
         """The name of what ``value`` was; the same variable, assigned again, would help nobody."""
         name = self._versions[root, live[root]].name
-        return None if name is None or _called(name) == _called(value) else _called(name)
+        return None if name is None or called(name) == called(value) else called(name)
 
     def _overwritten(
         self, value: ir.Value, root: ir.Value, version: int, live: Live, node: ir.Node | None
@@ -118,14 +133,14 @@ class Diagnosis:
             entry = entries[-1]
             line = self._line(entry.writer, node)
             text = (
-                f"{_called(value)} comes from outside of a loop whose body overwrites it in place "
+                f"{called(value)} comes from outside of a loop whose body overwrites it in place "
                 f"at {line}: it holds something else from the second iteration on."
             )
             return text, self._now(value, root, live), "the loop"
         writer = self._replaced.get((root, version))
         line = "this line" if writer is None else self._line(writer, node)
         now = self._now(value, root, live)
-        text = f"{_called(value)} was overwritten in place at {line}"
+        text = f"{called(value)} was overwritten in place at {line}"
         return f"{text} and is now called {now}." if now else f"{text}.", now, line
 
     def stale(
@@ -136,7 +151,7 @@ class Diagnosis:
         if write:
             text = f"{text} A second write to the old content would fork it."
             return self._finding("E105", node, text, f"Write to {now or 'the new version'}.")
-        before = f"read {_called(value)} before {line}"
+        before = f"read {called(value)} before {line}"
         repair = f"Read {now}, or {before}." if now else f"{before[0].upper()}{before[1:]}."
         return self._finding("E104", node, text, repair)
 
@@ -147,7 +162,7 @@ class Diagnosis:
         where = node if node is not None else value.producer()
         text, now, _ = self._overwritten(value, root, version, live, where)
         text = f"{text} It cannot be returned any more."
-        repair = f"Return {now or 'the new version'}, or `kv.Copy` {_called(value)} before it."
+        repair = f"Return {now or 'the new version'}, or {_copy(value)} from before it."
         if node is None:
             return self._result("E104", value, text, repair)
         return self._finding("E104", node, text, repair)
@@ -155,11 +170,11 @@ class Diagnosis:
     def not_carried(self, value: ir.Value, node: ir.Node, loop: ir.Node) -> Finding:
         """E105: a loop's body writes what the loop does not carry."""
         text = (
-            f"{_operator(node)} overwrites {_called(value)} in the body of a loop "
+            f"{_operator(node)} overwrites {called(value)} in the body of a loop "
             f"({self._line(loop, node)}) that does not carry it: the second iteration would "
             "write to an old version."
         )
-        repair = f"Assign the result to {_called(value)} in the body, so that it is carried."
+        repair = f"Assign the result to {called(value)} in the body, so that it is carried."
         return self._finding("E105", node, text, repair)
 
     def immutable(
@@ -167,23 +182,23 @@ class Diagnosis:
     ) -> Finding:
         """E106: a write to what nobody lent."""
         if sliced:
-            what, repair = f"a slice of {_called(root)}", "Carry the whole and write to it."  # type: ignore[arg-type]
+            what, repair = f"a slice of {called(root)}", "Carry the whole and write to it."  # type: ignore[arg-type]
         elif root is not None:
-            what = "READ_ONLY" if root is value else f"the storage of {_called(root)}, READ_ONLY"
-            repair = f"Declare {_called(root)} as `Mutable[...]`."
+            what = "READ_ONLY" if root is value else f"the storage of {called(root)}, READ_ONLY"
+            repair = f"Declare {called(root)} as `Mutable[...]`."
         elif value.is_initializer():
             what, repair = "an initializer", "Make it a parameter that is `Mutable[...]`."
         elif (producer := value.producer()) is not None and producer.op_type == "Constant":
             what, repair = "a constant", "Write to a parameter that is `Mutable[...]`."
         else:
             what, repair = "no parameter's storage", "Write to a parameter that is `Mutable[...]`."
-        text = f"{_operator(node)} writes {_called(value)}, which is {what}."
+        text = f"{_operator(node)} writes {called(value)}, which is {what}."
         return self._finding("E106", node, text, repair)
 
     def misplaced(self, value: ir.Value) -> Finding:
         """E106: READ_WRITE where it may not stand."""
         what = "has an initializer" if value.is_initializer() else "is no parameter"
-        text = f"{_called(value)} is READ_WRITE but {what}."
+        text = f"{called(value)} is READ_WRITE but {what}."
         return self._finding("E106", None, text, "Only parameters without a default are mutable.")
 
     def restricted(
@@ -191,25 +206,26 @@ class Diagnosis:
     ) -> Finding:
         """A function does to its READ_ONLY parameter what it must not do to mutable storage."""
         text = (
-            f"{_called(value)} is mutable storage, and {_operator(node)} takes it as "
-            f"{_called(formal)}. {restriction.reason}"
+            f"{called(value)} is mutable storage, and {_operator(node)} takes it as "
+            f"{called(formal)}. There, {restriction.reason}"
         )
-        return self._finding(restriction.code, node, text, f"Pass `kv.Copy({value.name})`.")
+        return self._finding(restriction.code, node, text, f"Pass {_copy(value)}.")
 
     def would_write(self, node: ir.Node, value: ir.Value) -> str:
         """Why a parameter that a standard operator scatters into must not be mutable storage."""
-        return f"There, {_operator(node)} would write {_called(value)}, which is READ_ONLY."
+        return f"{_operator(node)} would write {called(value)}, which is READ_ONLY."
 
     def overlap(self, node: ir.Node, value: ir.Value, other: ir.Value) -> Finding:
         """E116: the node reads what it writes."""
-        names = _called(value) if other is value else f"{_called(value)} and {_called(other)}"
+        names = called(value) if other is value else f"{called(value)} and {called(other)}"
         text = f"{_operator(node)} writes to storage that it takes twice: {names}."
-        return self._finding("E116", node, text, f"Pass `kv.Copy({other.name})` as the other one.")
+        return self._finding("E116", node, text, f"Pass {_copy(other)} as the other one.")
 
-    def unmergeable(self, node: ir.Node | None, value: ir.Value, faults: Sequence[str]) -> Finding:
+    def unmergeable(
+        self, node: ir.Node | None, value: ir.Value, faults: Sequence[str], repair: str
+    ) -> Finding:
         """E102: types or shapes of one storage differ. Without a node ``value`` is a result."""
-        text = " ".join(f"{fault[0].upper()}{fault[1:]}." for fault in faults)
-        repair = "Give both the same element type and shape."
+        text = " ".join(f"{_sentence(fault)}." for fault in faults)
         if node is None:
             return self._result("E102", value, text, repair)
         return self._finding("E102", node, text, repair)
@@ -227,7 +243,7 @@ class Diagnosis:
     ) -> Finding:
         """E107: ``then`` and ``other`` are the roots of a result, None for new storage."""
         a, b = _storage(then), _storage(other)
-        text = f"{_called(output)} is {a} in one branch and {b} in the other."
+        text = f"{called(output)} is {a} in one branch and {b} in the other."
         repair = "Let both branches return the same storage, or `kv.Copy` in each of them."
         return self._finding("E107", node, text, repair)
 
@@ -236,7 +252,7 @@ class Diagnosis:
     ) -> Finding:
         """E108: ``start`` and ``end`` are the roots of a carried value."""
         text = (
-            f"{_called(initial)} enters the loop as {_storage(start)} and comes back from its body "
+            f"{called(initial)} enters the loop as {_storage(start)} and comes back from its body "
             f"as {_storage(end)}."
         )
         repair = (
@@ -246,53 +262,53 @@ class Diagnosis:
 
     def stacked(self, value: ir.Value, root: ir.Value, node: ir.Node) -> Finding:
         """E108: a stacked output is an alias."""
-        text = f"{_called(value)} is the storage of {_called(root)}: a loop cannot stack it."
-        return self._finding("E108", node, text, f"Stack `kv.Copy({value.name})`.")
+        text = f"{called(value)} is the storage of {called(root)}: a loop cannot stack it."
+        return self._finding("E108", node, text, f"Stack {_copy(value)}.")
 
     def lost(self, root: ir.Value, version: int, inner: bool) -> Finding:
         """E109: nobody returns the last version."""
         known = self._versions[root, version]
-        text = f"the last version of {_called(root)}"
+        text = f"the last version of {called(root)}"
         if known.name is not None:
-            text = f"{_called(known.name)}, {text},"
-        text = f"{text[0].upper()}{text[1:]} is not returned{' by its block' if inner else ''}."
+            text = f"{called(known.name)}, {text},"
+        text = f"{text} is not returned{' by its block' if inner else ''}."
         repair = f'Return it as `Alias["{root.name}"]`.'
         if inner:
-            repair = f"Assign it to the variable of {_called(root)}, so that it leaves the block."
+            repair = f"Assign it to the variable of {called(root)}, so that it leaves the block."
         return self._finding("E109", known.node, text, repair)
 
     def new_storage(self, value: ir.Value, root: ir.Value, other: ir.Value | None) -> Finding:
         """E110: declared as an alias, but no mutable storage."""
-        what = "new storage" if other is None else f"the READ_ONLY {_called(other)}"
-        text = f'{_called(value)} is declared as `Alias["{root.name}"]` but is {what}.'
+        what = "new storage" if other is None else f"the READ_ONLY {called(other)}"
+        text = f'{called(value)} is declared as `Alias["{root.name}"]` but is {what}.'
         repair = f"Write it with `kv.Assign({root.name}, ...)`, or declare its type instead."
         return self._result("E110", value, text, repair)
 
     def undeclared(self, value: ir.Value, root: ir.Value) -> Finding:
         """E111: mutable storage would leave without a word."""
-        text = f"{_called(value)} is the storage of {_called(root)}, but is not declared so."
-        repair = f'Declare it as `Alias["{root.name}"]`, or return `kv.Copy({value.name})`.'
+        text = f"{called(value)} is the storage of {called(root)}, but is not declared so."
+        repair = f'Declare it as `Alias["{root.name}"]`, or return {_copy(value)}.'
         return self._result("E111", value, text, repair)
 
     def another_root(self, value: ir.Value, declared: ir.Value, root: ir.Value) -> Finding:
         """E101: declared as one root, is another."""
         text = (
-            f'{_called(value)} is declared as `Alias["{declared.name}"]` but is the storage of '
-            f"{_called(root)}."
+            f'{called(value)} is declared as `Alias["{declared.name}"]` but is the storage of '
+            f"{called(root)}."
         )
         return self._result("E101", value, text, f'Declare it as `Alias["{root.name}"]`.')
 
     def no_parameter(self, value: ir.Value, declared: ir.Value) -> Finding:
         """E117: what is declared as a root is no mutable parameter."""
         text = f'`Alias["{declared.name}"]` names no mutable parameter.'
-        repair = f"Declare {_called(declared)} as `Mutable[...]`, or {_called(value)} by its type."
+        repair = f"Declare {called(declared)} as `Mutable[...]`, or {called(value)} by its type."
         return self._result("E117", value, text, repair)
 
     def hidden(self, value: ir.Value, node: ir.Node | None) -> Finding:
         """E114: one name for two values in reach of each other."""
-        text = f"{_called(value)} is defined again where the first one can still be named."
+        text = f"{called(value)} is defined again where the first one can still be named."
         return self._finding("E114", node, text, "Give one of them another name.")
 
 
 def _storage(root: ir.Value | None) -> str:
-    return "new storage" if root is None else f"the storage of {_called(root)}"
+    return "new storage" if root is None else f"the storage of {called(root)}"

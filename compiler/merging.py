@@ -14,8 +14,10 @@ import onnx_ir as ir
 
 from onnx_inplace.compiler.classes import Link, Summary
 from onnx_inplace.compiler.contract import DOMAIN, Access
+from onnx_inplace.compiler.diagnosis import called
 
 Dimension = int | ir.SymbolicDim
+SAME = "Give both the same element type and shape."
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class Verdict:
 
     faults: list[str] = dataclasses.field(default_factory=list)
     equalities: list[Equality] = dataclasses.field(default_factory=list)
+    repair: str = SAME
 
 
 def adopt(value: ir.Value, source: ir.Value) -> list[str]:
@@ -95,7 +98,7 @@ def recount(view: ir.Value, source: ir.Value) -> list[str]:
         return faults
     counts = [_count(v) for v in (view, source)]
     if None not in counts and counts[0] != counts[1]:
-        return [f"`{view.name}` has {counts[0]} elements, `{source.name}` {counts[1]}"]
+        return [f"{called(view)} has {counts[0]} elements, {called(source)} {counts[1]}"]
     return []
 
 
@@ -136,7 +139,8 @@ def _update(node: ir.Node) -> Verdict:
     cache, values = _input(node, 0), _input(node, 1)
     if cache.shape is None:
         if "batch_axis" in node.attributes and node.attributes["batch_axis"].as_int() != 0:
-            return Verdict([f"the rank of `{cache.name}` must be known for `batch_axis`"])
+            fault = f"the rank of {called(cache)} must be known for `batch_axis`"
+            return Verdict([fault], repair="Reshape it to a shape that is known, or declare one.")
         return Verdict(_element_type(cache, values))
     rank = cache.shape.rank()
     axis = _axis(node, "axis", -2, rank)
@@ -144,7 +148,7 @@ def _update(node: ir.Node) -> Verdict:
     batch_axis = _axis(node, "batch_axis", 0, rank) if batched else None
     mode = node.attributes["mode"].as_string() if "mode" in node.attributes else "linear"
     faults = [
-        f"`{name}` of `{node.op_type}` is outside of the {rank} dimensions of `{cache.name}`"
+        f"`{name}` of `{node.op_type}` is outside of the {rank} dimensions of {called(cache)}"
         for name, found in (("axis", axis), ("batch_axis", batch_axis))
         if found == _NO_AXIS
     ]
@@ -153,7 +157,8 @@ def _update(node: ir.Node) -> Verdict:
     if mode not in ("linear", "circular"):
         faults.append(f"`mode` of `{node.op_type}` is linear or circular, not {mode}")
     if faults:
-        return Verdict(faults)
+        repair = f"Name two axes of {called(cache)}, and one of the two modes."
+        return Verdict(faults, repair=repair)
     verdict = agree(cache, values, node, but=(axis,))
     position = node.inputs[2] if len(node.inputs) > 2 else None
     if not verdict.faults and position is not None:
@@ -168,7 +173,8 @@ def _reorder(node: ir.Node) -> Verdict:
         return verdict
     axis = _axis(node, "batch_axis", 0, cache.shape.rank())
     if axis == _NO_AXIS:
-        verdict.faults.append(f"`batch_axis` is outside of the dimensions of `{cache.name}`")
+        verdict.faults.append(f"`batch_axis` is outside of the dimensions of {called(cache)}")
+        verdict.repair = f"Name an axis of {called(cache)}."
     else:
         _indices(verdict, node, indices, axis, scalar=False)
     return verdict
@@ -179,7 +185,8 @@ def _indices(
 ) -> None:
     """INT64, a scalar where that is allowed, or one for each row along ``axis``."""
     if indices.dtype not in (None, ir.DataType.INT64):
-        verdict.faults.append(f"`{indices.name}` is {indices.dtype}, not INT64")
+        verdict.faults.append(f"{called(indices)} is {indices.dtype}, not INT64")
+        verdict.repair = f"Cast {called(indices)} to INT64."
     if indices.shape is None or verdict.faults:
         return
     rank = indices.shape.rank()
@@ -187,9 +194,11 @@ def _indices(
         return
     if rank != 1:
         wanted = "a scalar, or one number for each row" if scalar else "one number for each row"
-        verdict.faults.append(f"`{indices.name}` has {rank} dimensions, it is {wanted}")
+        verdict.faults.append(f"{called(indices)} has {rank} dimensions, it is {wanted}")
+        verdict.repair = "Reshape it."
     elif axis is None:
-        verdict.faults.append(f"`{indices.name}` has a dimension: `batch_axis` must name its rows")
+        verdict.faults.append(f"{called(indices)} holds one number for each row of no axis")
+        verdict.repair = "Pass `batch_axis=...`, the axis of these rows, or a scalar."
     else:
         _compare(verdict, Equality(node, _input(node, 0), axis, indices, 0))
 
@@ -241,14 +250,14 @@ def _element_type(a: ir.Value, b: ir.Value) -> list[str]:
     elif b.type is None:
         b.type = a.type
     elif a.dtype != b.dtype:
-        return [f"`{a.name}` is {a.dtype}, `{b.name}` is {b.dtype}"]
+        return [f"{called(a)} is {a.dtype}, {called(b)} is {b.dtype}"]
     return []
 
 
 def _rank(a: ir.Value, b: ir.Value) -> list[str]:
     if a.shape is None or b.shape is None or a.shape.rank() == b.shape.rank():
         return []
-    return [f"`{a.name}` has {a.shape.rank()} dimensions, `{b.name}` {b.shape.rank()}"]
+    return [f"{called(a)} has {a.shape.rank()} dimensions, {called(b)} {b.shape.rank()}"]
 
 
 def _count(value: ir.Value) -> int | None:
@@ -263,7 +272,7 @@ def _unnamed(dim: Dimension) -> bool:
 
 def _differs(a: ir.Value, j: int, b: ir.Value, k: int) -> str:
     x, y = (() if v.shape is None else v.shape.dims for v in (a, b))
-    return f"axis {j} of `{a.name}` is {x[j]}, axis {k} of `{b.name}` is {y[k]}"
+    return f"axis {j} of {called(a)} is {x[j]}, axis {k} of {called(b)} is {y[k]}"
 
 
 def _compare(verdict: Verdict, equality: Equality) -> None:

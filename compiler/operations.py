@@ -134,7 +134,7 @@ class Operations(Versions):
             return
         verdict = merging.check(node, links, summary)
         if verdict.faults:
-            self.find(self.say.unmergeable(node, node.outputs[0], verdict.faults))
+            self.find(self.say.unmergeable(node, node.outputs[0], verdict.faults, verdict.repair))
         self.map.equalities.extend(verdict.equalities)
 
     def _apply(self, node: ir.Node, links: Sequence[Link]) -> None:
