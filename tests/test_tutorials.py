@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from onnx_inplace import errors
+
 ROOT = Path(__file__).parents[1]
 TUTORIALS = sorted((ROOT / "tutorials").glob("[0-9]*.py"))
 
@@ -43,6 +45,13 @@ def test_example_of_the_readme_runs(tmp_path: Path) -> None:
         program = tmp_path / f"example_{number}.py"
         program.write_text(example)
         run(program, tmp_path)
+
+
+def test_page_of_errors_has_every_error() -> None:
+    page = (ROOT / "docs" / "errors.md").read_text()
+    classes = [name for name, x in vars(errors).items() if isinstance(x, type)]
+    raised = [n for n in classes if issubclass(getattr(errors, n), errors.InplaceError)]
+    assert {n for n in raised if f"| `{n}` |" not in page} == {"InplaceError"}
 
 
 def test_links_of_the_pages_lead_somewhere() -> None:
