@@ -83,9 +83,11 @@ class InPlace:
         self.read([self.next])
 
 
-def competitors(elements: list[str], threads: int) -> list[Competitor]:
+def competitors(elements: list[str], threads: int, *, alone: bool) -> list[Competitor]:
     """Ours, and the peer where it is installed."""
     found: list[Competitor] = [InPlace(element, threads) for element in elements]
+    if alone:
+        return found
     if importlib.util.find_spec("onnxruntime_genai") is None:
         print("onnxruntime-genai is not installed: no comparison")
         return found
@@ -184,6 +186,7 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, default=9, help="a turn, of which the first does not count"
     )
+    parser.add_argument("--alone", action="store_true", help="without the peer")
     parser.add_argument("--overhead", action="store_true", help="only what the runner takes")
     options = parser.parse_args()
     if options.overhead:
@@ -196,7 +199,7 @@ def main() -> None:
                 )
         return
 
-    all_ = competitors(options.cache, options.threads)
+    all_ = competitors(options.cache, options.threads, alone=options.alone)
     print(f"{options.threads} threads; x: times as fast as {all_[-1].name}")
     for position in options.positions:
         show(f"position {position:,}", decode(all_, position, options.rounds, options.tokens), "ms")

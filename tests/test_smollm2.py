@@ -148,6 +148,20 @@ def test_stock_onnxruntime_computes_the_same(text, load, folder) -> None:
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
+def test_benchmark_runs(tmp_path) -> None:
+    program = Path(__file__).parents[1] / "benchmarks" / "decode.py"
+    few = ["--positions", "64", "--rounds", "1", "--tokens", "2", "--cache", "float16"]
+    done = subprocess.run(
+        [sys.executable, program, "--alone", *few],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"position 64: .* ms", done.stdout) and "tokens/s" in done.stdout
+
+
 def test_weights_are_those_of_the_file() -> None:
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(weights.gguf_path()).tensors}
     read = weights.read(SMOLLM2_135M, weights.gguf_path())
