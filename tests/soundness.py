@@ -42,13 +42,16 @@ class Judgement:
     codes: frozenset[str] = frozenset()
 
 
-def judge(example: strategies.Example, *, run: bool = True, stock: bool = False) -> Judgement:
+def judge(
+    example: strategies.Example, *, order: bool = True, run: bool = True, stock: bool = False
+) -> Judgement:
     """Decide about a program.
 
     Args:
         example: the program, its storage and inputs.
-        run: also load and run an accepted program. Else only the analysis is judged: program order
-            on one storage must give the functional meaning of what it accepts.
+        order: judge the analysis: what it accepts must give its functional meaning in program
+            order on one storage.
+        run: load and run what is accepted: judges analysis, plan and runner together.
         stock: also compare with stock onnxruntime on the same bytes.
 
     Raises:
@@ -59,7 +62,8 @@ def judge(example: strategies.Example, *, run: bool = True, stock: bool = False)
         compiled = program.build(example.declaration)
     except errors.ContractError as error:
         return _refused(example, plain, error)
-    demand(harmless(example, plain), "accepted, but program order on one storage goes wrong")
+    if order:
+        demand(harmless(example, plain), "accepted, but program order on one storage goes wrong")
     if run:
         _accepted(example, compiled, stock)
     return Judgement(Verdict.HOLDS)
@@ -84,8 +88,8 @@ def harmless(example: strategies.Example, plain: bytes) -> bool:
             results = interpreter.in_place(model, feed, storage)
         except interpreter.OutOfRange:
             return True  # nothing is promised
-        except interpreter.Forbidden:
-            return False
+        except (interpreter.Forbidden, ValueError, IndexError, ZeroDivisionError):
+            return False  # the rest: where a name that was hidden stands for another array
         returned: set[str] = set()
         for declared, wanted, got in zip(declaration.returns, expected, results, strict=True):
             if not np.array_equal(wanted, got):
@@ -128,7 +132,10 @@ def _accepted(example: strategies.Example, compiled: program.Program, stock: boo
                 return
             if reference is not None:
                 _agrees(reference.run(None, {**given, **before}), expected, "stock onnxruntime")
-            outputs = step.run(**feed)
+            try:
+                outputs = step.run(**feed)
+            except errors.InplaceError as error:
+                raise Unsound(f"accepted, but not run: {error!r}") from error
             _check(example.declaration, feed, given, storage, before, list(outputs), expected)
             for array, copy in kept:
                 demand(np.array_equal(array, copy), "a run changed a result of the run before")
@@ -197,6 +204,8 @@ def _stock(serialized: bytes) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 4
+    # onnxruntime 1.32 cannot inline every If whose condition it has found to be a constant
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     return onnxruntime.InferenceSession(serialized, options, providers=["CPUExecutionProvider"])
 
 

@@ -58,6 +58,8 @@ class Flow(Writes):
             or self.chance(6)
         ]
         changed = [k for k in changed if not self.slip()]
+        if changed and self.slip():
+            changed.append(self.pick(changed))
         results: list[list[ir.Value]] = []
         extra = self.chance(2) or not changed
         shapes = [CACHE] * len(changed) + [TOKEN] * extra

@@ -32,8 +32,9 @@ class Values:
     def __init__(self, choices: Choices) -> None:
         self.choices = choices
         self.counts = [0]  # names given so far, by depth of the block
+        self.hidden = False  # an outer name has been given again
         self.symbol: str | None = None  # the capacity's name, where it is declared by one
-        self.slips = self.pick([0, 0, 0, 8, 4])  # one wrong choice in how many; 0: none
+        self.slips = self.pick([0, 0, 25, 12, 6])  # one wrong choice in how many; 0: none
 
     def below(self, count: int) -> int:
         return self.choices.below(count) if count > 1 else 0
@@ -54,6 +55,9 @@ class Values:
 
     def fresh(self, hint: str) -> str:
         """A name that no outer block has; siblings, and functions, have each other's names."""
+        if self.depth and not self.hidden and self.slip() and self.chance(6):
+            self.hidden = True
+            return self.pick(["new", "frozen", "steps"])  # what the model calls an input
         self.counts[-1] += 1
         return f"{hint}{self.depth or ''}_{self.counts[-1]}"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from authoring.block import CACHE, DOMAIN, SHAPES, Block, Name
@@ -14,6 +16,8 @@ class Writes(Values):
     def write(self, block: Block) -> None:
         if not block.writable and not self.slip():
             return self.read(block)
+        if self.chance(6):
+            return self.scatter_new(block)
         cache = self.pick(block.writable or list(block.current))
         if self.slip():
             cache = self.pick(list(block.current))
@@ -27,6 +31,13 @@ class Writes(Values):
             result = self.reshape(block, result, CACHE)
         if result.shape == CACHE and not self.slip():
             block.current[cache] = result
+
+    def scatter_new(self, block: Block) -> None:
+        """A standard operator on what nobody lent makes a new value, as ONNX says."""
+        whole = [n for n in block.names if n.shape == CACHE and n.cache not in block.writable]
+        if whole:
+            target = dataclasses.replace(self.pick(whole[::-1]), cache=None)
+            self.pick(SCATTERS)(self, block, target)
 
     def view(self, block: Block) -> None:
         cache = self.pick(list(block.current))
@@ -121,8 +132,12 @@ class Writes(Values):
         if rank == 0:
             return self.assign(block, target)
         axis = self.below(rank)
-        shape = (*target.shape[:axis], 1, *target.shape[axis + 1 :])
-        indices = block.constant(np.full(shape, self.below(target.shape[axis])))
+        if target.shape == CACHE and self.chance(3):  # all of it, moved along the axis
+            shape = target.shape
+            indices = block.constant(np.roll(np.indices(shape)[axis], 1, axis))
+        else:
+            shape = (*target.shape[:axis], 1, *target.shape[axis + 1 :])
+            indices = block.constant(np.full(shape, self.below(target.shape[axis])))
         values = self.content(block, shape)
         return block.node(
             "ScatterElements",
@@ -142,6 +157,7 @@ class Writes(Values):
         return block.node("ScatterND", inputs, target.shape, cache=target.cache, hint="sn")
 
 
+SCATTERS = (Writes.tensor_scatter, Writes.scatter_elements, Writes.scatter_nd)
 WRITERS = (
     Writes.cache_update,
     Writes.cache_update,
