@@ -216,7 +216,7 @@ class _Contradictions:
     def ports(
         self, message: Any, inputs: list[str], outputs: list[str], what: str, node: Any
     ) -> bool:
-        """Whether all ports exist and are used once."""
+        """Whether all ports exist, and no output is two inputs. Two outputs may be one input."""
         count = len(self.findings)
         for alias in message.output_alias:
             if alias.kind != schema.MUST_ALIAS:
@@ -231,12 +231,9 @@ class _Contradictions:
                     self.find(
                         f"{what} has an output_alias of {side} {index}; it has {len(values)}.", node
                     )
-        for side, used in (
-            ("output", [a.output_index for a in message.output_alias]),
-            ("input", [a.input_index for a in message.output_alias]),
-        ):
-            for index in sorted({i for i in used if used.count(i) > 1}):
-                self.find(f"{what} has more than one output_alias of {side} {index}.", node)
+        used = [a.output_index for a in message.output_alias]
+        for index in sorted({i for i in used if used.count(i) > 1}):
+            self.find(f"{what} has more than one output_alias of output {index}.", node)
         return len(self.findings) == count
 
 
