@@ -99,7 +99,7 @@ def as_tensor(array: Any) -> ir.TensorProtocol:
             raise TypeError("an array of Python objects is no tensor")
         if not array.dtype.isnative:
             array = array.astype(array.dtype.newbyteorder("="))
-        return ir.tensor(array)
+        return ir.Tensor(array)
     if isinstance(array, ir.TensorProtocol):
         return array
     if hasattr(array, "__array__") and not isinstance(array, np.generic):
@@ -128,7 +128,7 @@ def literal(x: Any, dtype: ir.DataType | None) -> ir.TensorProtocol:
     if math.prod(shape) != len(numbers):
         raise TypeError(f"{x!r}: the lists have different lengths")
     array = np.array(numbers, dtype=_numpy(dtype)).reshape(shape)
-    return ir.tensor(array, dtype=dtype)
+    return ir.Tensor(array, dtype=dtype)
 
 
 def _numpy(dtype: ir.DataType) -> npt.DTypeLike:

@@ -157,16 +157,26 @@ def _adapted(
 def _bind(known: Signature | None, bound: dict[str, ir.Value], formal: Formal, x: ir.Value) -> None:
     """Note the type that a tensor gives to the type variable of its formal."""
     other = bound.setdefault(formal.type, x)
-    if x.dtype is None:
+    dtype, expected = _dtype(x), _dtype(other)
+    if dtype is None:
         return
-    if other.dtype is None:
+    if expected is None:
         bound[formal.type] = x
-    elif other.dtype != x.dtype:
-        first, second = (f"{recorder.called(v)} is {v.dtype.name}" for v in (other, x) if v.dtype)
-        raise Wrong(f"{first}, {second}; convert one of them with op.Cast(x, to=...)", "E102")
-    if known is not None and not _allowed(known, formal.type, x.dtype):
+    elif expected != dtype:
+        names = recorder.called(other), recorder.called(x)
+        raise Wrong(
+            f"{names[0]} is {expected.name}, {names[1]} is {dtype.name}; convert one of them with "
+            "op.Cast(x, to=...)",
+            "E102",
+        )
+    if known is not None and not _allowed(known, formal.type, dtype):
         name = recorder.called(x)
-        raise Wrong(f"{name} is {x.dtype.name}, for which it is not defined", "E102")
+        raise Wrong(f"{name} is {dtype.name}, for which it is not defined", "E102")
+
+
+def _dtype(value: ir.Value) -> ir.DataType | None:
+    """The element type of a tensor; None: it is not known, or the value is a sequence."""
+    return value.dtype if isinstance(value.type, ir.TensorType) else None
 
 
 def _formal(known: Signature | None, port: int) -> Formal | None:
