@@ -313,7 +313,9 @@ class _Recording:
             if any(s.axis != 0 or s.reverse for s in stacks):
                 r.fault("stack(axis, reverse) needs `for ... in scan(...)`.", location=location)
             if isinstance(items, Range):
-                inputs = [items.count, None, *initial]
+                # left out it would be true as well, but onnx.reference takes no step then
+                always = r.constant(literals.literal(True, ir.DataType.BOOL))
+                inputs = [items.count, always, *initial]
                 leading = [self.block.graph.inputs[1]]
             else:
                 assert self.condition is not None

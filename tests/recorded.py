@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import onnx
+import onnx.reference
 import onnxruntime
 import pytest
 
@@ -28,6 +29,16 @@ def stock(program: Program, /, **feeds: object) -> dict[str, np.ndarray]:
     arrays = {name: np.asarray(value, types[name]) for name, value in feeds.items()}
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(None, arrays), strict=True))
+
+
+def reference(program: Program, /, **feeds: object) -> list[np.ndarray]:
+    """Results from onnx.reference."""
+    types = {
+        i.name: onnx.helper.tensor_dtype_to_np_dtype(i.type.tensor_type.elem_type)
+        for i in proto(program).graph.input
+    }
+    arrays = {name: np.asarray(value, types[name]) for name, value in feeds.items()}
+    return list(onnx.reference.ReferenceEvaluator(proto(program)).run(None, arrays))
 
 
 def one(program: Program, /, **feeds: object) -> np.ndarray:

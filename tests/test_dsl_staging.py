@@ -5,7 +5,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from recorded import one, operators, outputs, proto, shapes, stock, walk
+from recorded import one, operators, outputs, proto, reference, shapes, stock, walk
 
 from onnx_inplace.dsl import BOOL, FLOAT, FLOAT16, INT64, Alias, Mutable, function, kv, model, op
 
@@ -289,6 +289,30 @@ def test_the_count_of_a_loop_is_taken_before_it() -> None:
         return n
 
     assert one(program, n=3) == 6
+
+
+def test_onnx_reference_takes_the_steps_of_a_loop() -> None:
+    @function
+    def push(cache: Mutable[Cache], new: New, p: INT64[()]) -> Alias["cache"]:
+        if p != 1:
+            cache = kv.CacheUpdate(cache, new, p)
+        return cache
+
+    @model
+    def program(cache: Mutable[Cache], new: New, n: INT64[()]) -> tuple[Alias["cache"], INT64[()]]:
+        p = 0
+        for i in range(n):
+            while p <= i:
+                cache = push(cache, new, p)
+                p += 1
+        return cache, p
+
+    feeds = {"cache": np.zeros((1, 4, 4)), "new": np.ones((1, 1, 4)), "n": 3}
+    for got, expected in zip(
+        reference(program, **feeds), stock(program, **feeds).values(), strict=True
+    ):
+        np.testing.assert_array_equal(got, expected)
+    assert reference(program, **feeds)[0][0, :, 0].tolist() == [1, 0, 1, 0]
 
 
 # -- while
