@@ -31,7 +31,7 @@ from onnx_inplace.compiler.facts import Where
 from onnx_inplace.compiler.program import Program
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
 class Loaded:
     """A checked model with all calls inlined (bodies of cache operators are left alone).
 
@@ -42,9 +42,9 @@ class Loaded:
         program: the model as it stands in the file.
     """
 
-    model: ir.Model
-    aliases: alias.AliasMap
-    mutable: list[ir.Value]
+    model: ir.Model = dataclasses.field(repr=False)
+    aliases: alias.AliasMap = dataclasses.field(repr=False)
+    mutable: list[ir.Value] = dataclasses.field(repr=False)
     program: Program
 
     @property
