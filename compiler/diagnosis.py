@@ -248,16 +248,23 @@ class Diagnosis:
         return self._finding("E107", node, text, repair)
 
     def carries(
-        self, node: ir.Node, initial: ir.Value, start: ir.Value | None, end: ir.Value | None
+        self,
+        node: ir.Node,
+        initial: ir.Value,
+        start: ir.Value | None,
+        result: ir.Value,
+        end: ir.Value | None,
     ) -> Finding:
         """E108: ``start`` and ``end`` are the roots of a carried value."""
         text = (
             f"{called(initial)} enters the loop as {_storage(start)} and comes back from its body "
             f"as {_storage(end)}."
         )
-        repair = (
-            "Carry every state as itself: `kv.Assign` replaces its content, `kv.Copy` leaves it."
-        )
+        repair = "Carry every state as itself: `kv.Assign` replaces its content."
+        if end is None:
+            repair = f"Write the state with `kv.Assign`, or begin with {_copy(initial)}."
+        elif start is None:
+            repair = f"Carry {_copy(result)}, or begin with {called(end)}."
         return self._finding("E108", node, text, repair)
 
     def stacked(self, value: ir.Value, root: ir.Value, node: ir.Node) -> Finding:

@@ -297,6 +297,13 @@ def test_schemas_are_known_to_onnx_and_infer(name):
     assert model.graph.output[0].type == infos[0].type
 
 
+def test_element_types_have_whole_bytes():
+    schema = onnx.defs.get_schema("CacheUpdate", contract.DOMAIN)
+    [types] = [set(c.allowed_type_strs) for c in schema.type_constraints]
+    assert {"tensor(bfloat16)", "tensor(bool)", "tensor(int8)", "tensor(float8e4m3fn)"} <= types
+    assert not types & {"tensor(int4)", "tensor(uint2)", "tensor(float4e2m1)", "tensor(string)"}
+
+
 def test_every_schema_has_a_body_and_every_write_a_rule():
     for name in operators.SCHEMAS:
         node = ir.node(name, [ir.Value(name="x", shape=ir.Shape([1, 1]))], domain=contract.DOMAIN)
