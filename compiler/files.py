@@ -67,7 +67,7 @@ def _broken_text(message: Message, path: str) -> str | None:
     for field, value in message.ListFields():
         if field.name == "raw_data":
             continue
-        for item in value if field.is_repeated else (value,):
+        for item in schema.each(value):
             where = f"{path}.{field.name}"
             if field.message_type is not None:
                 if (found := _broken_text(item, where)) is not None:

@@ -74,7 +74,7 @@ def _unknown(message: Message, path: str) -> Iterator[tuple[str, int]]:
     for descriptor, value in message.ListFields():
         if descriptor.message_type is None:
             continue
-        for item in value if descriptor.is_repeated else (value,):
+        for item in schema.each(value):
             named = getattr(item, "name", "") or (
                 facts.label(item.output) if hasattr(item, "op_type") else ""
             )
