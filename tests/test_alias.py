@@ -582,3 +582,44 @@ def test_findings_come_in_the_order_of_the_program():
         analyze(text, caches, caches)
     named = [f.message.split("`")[1] for f in caught.value.findings]
     assert named == caches
+
+
+# -- graphs that only a program can build
+
+
+def make_update(cache, name):
+    new, position = ir.val("n", ir.DataType.FLOAT, [2, 1, 4]), ir.val("p", ir.DataType.INT64, [])
+    node = ir.node("CacheUpdate", [cache, new, position], domain=contract.DOMAIN)
+    node.outputs[0].name = name
+    return node, node.outputs[0]
+
+
+@pytest.mark.parametrize(("stale", "expected"), [(False, []), (True, ["E104"])])
+def test_a_branch_returns_a_name_from_outside(stale, expected):
+    cache, flag = ir.val("c", ir.DataType.FLOAT, [2, 8, 4]), ir.val("b", ir.DataType.BOOL, [])
+    view = ir.node("Identity", [cache])
+    [old] = view.outputs
+    old.name = "old"
+    first, one = make_update(old, "one")
+    second, two = make_update(one, "two")
+    branches = {
+        "then_branch": ir.Graph([], [two], nodes=[second], name="then"),
+        "else_branch": ir.Graph([], [old if stale else one], nodes=[], name="else"),
+    }
+    branch = ir.node("If", [flag], branches)
+    branch.outputs[0].name = "three"
+    graph = ir.Graph([cache, flag], branch.outputs, nodes=[view, first, branch], name="g")
+    found = alias.analyze(graph, [cache], [cache])
+    assert [f.code for f in found.findings] == expected
+    assert stale or found.root[branch.outputs[0]] is cache
+
+
+def test_a_finding_without_a_line_names_the_node():
+    cache = ir.val("c", ir.DataType.FLOAT, [2, 8, 4])
+    first, _ = make_update(cache, "one")
+    second, two = make_update(cache, "two")
+    second.name = "the_second"
+    graph = ir.Graph([cache], [two], nodes=[first, second], name="g")
+    [finding] = alias.analyze(graph, [cache], [cache]).findings
+    assert finding.code == "E105" and finding.location is None
+    assert "the_second" in finding.message and str(finding).startswith("model: E105")
