@@ -15,6 +15,7 @@ import numpy as np
 import onnx_ir as ir
 from onnxruntime.capi import onnxruntime_pybind11_state as ort
 
+from onnx_inplace.compiler import errors
 from onnx_inplace.compiler.steps import Block, ExecutionPlan, Storage, SubSession, Value
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner import library
@@ -39,13 +40,18 @@ class SubSessionRunner:
     """A loaded sub-session. Immutable; shared by bindings and threads."""
 
     def __init__(self, step: SubSession, plan: ExecutionPlan, loader: library.Library):
+        """Load the model.
+
+        Raises:
+            errors.UnsupportedOperator: onnxruntime cannot run a node, or numpy not hold a value.
+        """
+        ports = [plan.values[p.slot] for p in (*step.inputs, *step.outputs)]
+        for value in ports:
+            _refuse_parts_of_a_byte(value)
+        self._plain = all(value.dtype not in (None, ir.DataType.STRING) for value in ports)
+        self._step = step
         self._owner = loader.load(step)
         self._session = self._owner._sess  # the layer below costs a third of a call less
-        self._plain = all(
-            value.dtype not in (None, ir.DataType.STRING) and value.dtype.bitwidth >= 8
-            for value in (plan.values[p.slot] for p in (*step.inputs, *step.outputs))
-        )
-        self._step = step
         self._inputs = (
             [_port(p.name, plan.values[p.slot]) for p in step.inputs] if self._plain else []
         )
@@ -145,6 +151,17 @@ class SubSessionRunner:
                 slots[slot] = _to_numpy(results[index], dtype)
 
         return act
+
+
+def _refuse_parts_of_a_byte(value: Value) -> None:
+    """Arrays have no packed elements, and onnxruntime takes no others."""
+    if value.dtype not in (None, ir.DataType.STRING) and value.dtype.bitwidth < 8:
+        raise errors.UnsupportedOperator(
+            "",
+            value.dtype.name,
+            f"`{value.name}` has elements of less than a byte and leaves its sub-session: "
+            "cast it to INT8 or UINT8 before a write, and back behind it",
+        )
 
 
 def _port(name: str, value: Value) -> _Port:

@@ -366,3 +366,25 @@ def test_a_failing_node_is_named_with_its_line() -> None:
         pytest.raises(Exception, match=r"`row` \(test_standard.py:\d+\)"),
     ):
         step.run(token=np.array([9]), position=0)
+
+
+def test_elements_of_less_than_a_byte_do_not_cross() -> None:
+    """Within a sub-session they are fine; between two there is no array for them."""
+    text = """main (float[4,8] cache, float[2,8] x, int64 p) => (float[4,8] out, float[2,8] y) {{
+        scale = Constant <value = float {{0.25}}> ()
+        zero = Constant <value = int4 {{0}}> ()
+        whole = QuantizeLinear(x, scale, zero)
+        plain = Relu(x)
+        out = onnx_inplace.CacheUpdate(cache, plain, p)
+        axes = Constant <value_ints = [0, 1]> ()
+        largest = ReduceMax <keepdims = 0> (out, axes)
+        y = DequantizeLinear(whole, {scale}, zero)
+    }}"""
+    inside = textual.build(text.format(scale="scale"), ["cache"], ["cache", None])
+    cache, x = random(4, 8), random(2, 8)
+    with Session(inside).bind(cache=cache) as step:
+        for _ in range(2):
+            np.testing.assert_array_equal(step.run(x=x, p=0)[1], np.rint(x * 4) / 4)
+    crossing = textual.build(text.format(scale="largest"), ["cache"], ["cache", None])
+    with pytest.raises(errors.UnsupportedOperator, match="whole"):
+        Session(crossing)
