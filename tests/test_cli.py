@@ -33,6 +33,7 @@ class Models:
     inner = append
 
 number = 5
+print("said by the program")
 """
 
 STALE = """
@@ -91,7 +92,7 @@ def shell(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_session_in_a_shell(folder: Path) -> None:
     done = shell("compile", "good.py:append", "-o", "append.onnx")
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert (done.returncode, done.stderr) == (0, "said by the program\n"), done.stderr
     done = shell("check", "append.onnx")
     assert done.returncode == 0 and done.stdout == "append.onnx: ok: updated_cache is cache\n"
     done = shell("compile", "stale.py:stale")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -83,7 +84,8 @@ def _execute(path: Path) -> Any:
     sys.path.insert(0, str(path.parent.absolute()))
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for what was asked
+            spec.loader.exec_module(module)
     except errors.InplaceError:
         raise
     except (Exception, SystemExit) as error:
