@@ -9,6 +9,7 @@ all overloads of a name.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -48,7 +49,8 @@ class Function:
         """Record at once, if no Python value is missing."""
         self.__name__, self.__doc__, self.__wrapped__ = f.__name__, f.__doc__, f
         self._signature, self._attributes, self._record = signature, attributes, record
-        self._variants: dict[str, Recorded] = {}
+        # with the values, so that no other object gets the id of one
+        self._variants: dict[object, tuple[Recorded, Mapping[str, Any]]] = {}
         defaults = {n: signature.parameters[n].default for n in attributes}
         if inspect.Parameter.empty not in defaults.values():
             self.variant(defaults)
@@ -58,13 +60,13 @@ class Function:
 
     def variant(self, values: Mapping[str, Any]) -> Recorded:
         """The function for these Python values."""
-        key = repr(sorted(values.items()))
+        key = tuple(_key(v) for v in values.values())
         found = self._variants.get(key)
         if found is None:
-            parts = [f"{n}_{v}" for n, v in values.items()]
-            name = re.sub(r"\W+", "_", "_".join([self.__name__, *parts])).strip("_")
-            found = self._variants[key] = self._record(values, name)
-        return found
+            parts = [f"{n}_{_word(v)}" for n, v in values.items() if _has_short_name(v)]
+            name = "_".join([self.__name__, *parts])
+            found = self._variants[key] = self._record(values, name), values
+        return found[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Record a call."""
@@ -79,6 +81,27 @@ class Function:
             if structures.contains(Operand, v):
                 r.stop(f"{self.__name__}: `{n}` is a Python value, and a tensor is given.")
         return _call(r, self.__name__, self.variant(values), bound.arguments)
+
+
+def _key(x: Any) -> object:
+    """What tells Python values apart: content where it is immutable, else the object itself."""
+    if isinstance(x, list | tuple):
+        return type(x), tuple(map(_key, x))
+    if isinstance(x, bool | int | float | str | bytes | type | enum.Enum | None):
+        return type(x), repr(x) if isinstance(x, float) else x  # repr: 0.0 is not -0.0, nan is nan
+    return type(x), id(x)
+
+
+def _word(x: Any) -> str:
+    """``x`` as a part of a name: ``m1`` for -1, ``0_5`` for 0.5."""
+    return re.sub(r"\W+", "_", str(x).replace("-", "m")).strip("_")
+
+
+def _has_short_name(x: Any) -> bool:
+    """Whether ``x`` reads well in the name of a function."""
+    if isinstance(x, list | tuple):
+        return len(x) < 4 and all(map(_has_short_name, x))
+    return isinstance(x, bool | int | float) or (isinstance(x, str) and len(x) < 16)
 
 
 def _call(r: recorder.Recorder, name: str, callee: Recorded, arguments: Mapping[str, Any]) -> Any:

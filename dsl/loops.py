@@ -29,11 +29,10 @@ class _Carried:
     Attributes:
         name: of the variable, with the place inside of it.
         initial: the value before the loop.
-        type: of the parameter of the body; None while a Python number has not met a tensor.
+        type: of the parameter of the body.
         shape: of the parameter.
         formal: the parameter of the body.
         result: what the body leaves.
-        dropped: why it is not carried, if it is not.
     """
 
     name: str
@@ -42,6 +41,17 @@ class _Carried:
     shape: ir.Shape | None
     formal: ir.Value
     result: Any = None
+
+    @property
+    def dtype(self) -> ir.DataType | None:
+        """The element type of the parameter."""
+        return None if self.type is None else self.type.dtype
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the body leaves the variable as it was."""
+        x = self.result
+        return x is self.formal or (isinstance(x, Tensor) and x.value is self.formal)
 
 
 def record(items: Items, body: Body, targets: int, variables: Variables) -> None:
@@ -199,7 +209,7 @@ class _Recording:
         changed = False
         for c in self.carried:
             x = c.result
-            if is_undefined(x) or not is_leaf(x) or self.unchanged(c):
+            if is_undefined(x) or not is_leaf(x) or c.is_unchanged:
                 continue
             value = x.value if isinstance(x, Operand) else None
             if value is not None and (r.is_unknown(value) or value.type is None):
@@ -216,66 +226,49 @@ class _Recording:
             found[c.name] = (type_, shape)
         return found if changed else {}
 
-    def unchanged(self, c: _Carried) -> bool:
-        """Whether the body leaves the variable as it was."""
-        return (isinstance(c.result, Tensor) and c.result.value is c.formal) or c.result is c.formal
-
     def is_used(self, c: _Carried) -> bool:
         """Whether the body reads what the variable held before."""
         passed = [x.result for x in self.carried if isinstance(x.result, Tensor) and x is not c]
-        return bool(c.formal.uses()) or any(t.value is c.formal for t in passed)
+        found = [*(t.value for t in passed), *self.block.stacked.values(), self.condition]
+        return bool(c.formal.uses()) or any(v is c.formal for v in found)
 
     # -- the node
 
     def finish(self) -> None:
         """Close the body, emit the node, assign the variables."""
         r = self.r
-        outer: dict[ir.Value, ir.Value] = {}
-        for c in self.carried:
-            if self.unchanged(c):
-                outer[c.formal] = self.initial(c)
-        kept = [c for c in self.carried if c.formal not in outer and self.is_carried(c)]
+        still = [c for c in self.carried if c.is_unchanged]
+        kept = [c for c in self.carried if not c.is_unchanged and self.is_carried(c)]
+        # what is not changed is captured
+        outer = {c.formal: self.initial(c) for c in still if self.is_used(c)}
         for c in self.carried:
             if not any(c is k for k in kept):
                 self.block.graph.inputs.remove(c.formal)
         for formal, value in outer.items():
             formal.replace_all_uses_with(value)
-        results: list[ir.Value] = []
         with r.reopened(self.block):
-            for c in kept:
-                dtype = c.type.dtype if c.type is not None else None
-                results.append(blocks.as_value(r, c.result, dtype, c.name))
-        for c in self.carried:
-            if c.formal in outer:
-                c.result = c.initial
-        results = [outer.get(v, v) for v in results]
+            results = [blocks.as_value(r, c.result, c.dtype, c.name) for c in kept]
+        for c in still:
+            c.result = c.initial
         stacks = [s for s in self.block.stacked if isinstance(s, Stack)]
         stacked = [outer.get(v, v) for v in self.block.stacked.values()]
         if self.condition is not None:
             self.condition = outer.get(self.condition, self.condition)
-        initial = [self.initial(c) for c in kept]
-        outputs = self.emit(kept, initial, results, stacks, stacked)
+        outputs = self.emit(kept, [outer.get(v, v) for v in results], stacks, stacked)
         values = {id(c.formal): Tensor(v) for c, v in zip(kept, outputs, strict=False)}
         for s, value in zip(stacks, outputs[len(kept) :], strict=True):
             s.fill(value)
-        self.variables.assign(
-            [
-                self.leave(k, name, x, y, values)
-                for k, (name, x, y) in enumerate(
-                    zip(self.variables.names, self.before, self.after, strict=True)
-                )
-            ]
-        )
+        held = zip(self.variables.names, self.before, self.after, strict=True)
+        self.variables.assign([self.leave(k, *names, values) for k, names in enumerate(held)])
 
     def is_carried(self, c: _Carried) -> bool:
         """Whether the body leaves what it can take again. If not, it must not read it."""
         x = c.result
         dtype = x.dtype if isinstance(x, Operand) and not is_undefined(x) else None
-        wanted = c.type.dtype if c.type is not None else None
         if is_undefined(x) or not is_leaf(x):
             why = x.reason if is_undefined(x) else "the loop makes it a Python value"
-        elif dtype is not None and wanted is not None and dtype != wanted:
-            why = f"it is {wanted.name} before the loop, and {dtype.name} after a step"
+        elif dtype is not None and c.dtype is not None and dtype != c.dtype:
+            why = f"it is {c.dtype.name} before the loop, and {dtype.name} after a step"
         else:
             return True
         code = "E102" if dtype else "E100"
@@ -288,13 +281,11 @@ class _Recording:
 
     def initial(self, c: _Carried) -> ir.Value:
         """The value before the loop, in the block around it."""
-        dtype = c.type.dtype if c.type is not None else None
-        return blocks.as_value(self.r, c.initial, dtype, c.name)
+        return blocks.as_value(self.r, c.initial, c.dtype, c.name)
 
     def emit(
         self,
         kept: list[_Carried],
-        initial: list[ir.Value],
         results: list[ir.Value],
         stacks: list[Any],
         stacked: list[ir.Value],
@@ -302,6 +293,7 @@ class _Recording:
         """The Loop or Scan node."""
         r, items, location = self.r, self.items, self.location
         names = [*(c.name for c in kept), *(s.name for s in stacks)]
+        initial = [self.initial(c) for c in kept]
         inputs: list[ir.Value | None]
         attributes: list[ir.Attr] = []
         if isinstance(items, Scanned):

@@ -143,6 +143,28 @@ def test_python_arguments_specialise_a_function() -> None:
     np.testing.assert_array_equal(c, a)
 
 
+def test_any_python_value_specialises_a_function() -> None:
+    @function
+    def f(x: FLOAT["n"], table: np.ndarray, scales=(1.0, 2.0), kind=FLOAT, name="a") -> FLOAT["n"]:
+        for scale in scales:
+            x = x * scale
+        return x + table
+
+    tables = np.zeros(2, np.float32), np.ones(2, np.float32)
+
+    @model
+    def program(x: FLOAT["n"]) -> FLOAT["n"]:
+        x = f(x, tables[0]) + f(x, tables[1])
+        return f(x, tables[0]) + f(x, tables[1], scales=[3.0])
+
+    assert names(program) == [
+        ("local", "f_scales_1_0_2_0_name_a"),
+        ("local", "f_scales_1_0_2_0_name_a_2"),
+        ("local", "f_scales_3_0_name_a"),
+    ]
+    assert one(program, x=[1, 2]).tolist() == [26, 46]
+
+
 def test_a_tensor_is_no_python_argument() -> None:
     @function
     def f(x: FLOAT["n"], axis: int) -> FLOAT["n"]:
