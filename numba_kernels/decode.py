@@ -3,6 +3,7 @@
 ``specialise`` makes copies of this file with other values in the next line.
 """
 
+import numpy as np
 from numba import carray, njit
 
 from onnx_inplace.numba_kernels import layout
@@ -27,7 +28,6 @@ from onnx_inplace.numba_kernels.memory import fetch_add, kernel
 KIND, SIZE, GROUP = 0, 64, 3  # specialised
 
 LOG2_E = 1.4426950408889634
-LOWEST = -1e30
 HEADER = 64  # bytes: a counter of items, the number of splits
 TOKENS = 16 // head_lanes(GROUP)
 PARTIAL = 128 + GROUP * SIZE * 4  # bytes: largest scores, sums of weights, sums of values
@@ -44,6 +44,17 @@ def workspace_size(items: int, workers: int) -> int:
 
 
 @njit
+def _adjust(x, at, b, h, first, count, weights):
+    """Softcap and mask for the scores of ``count`` keys from ``first`` on."""
+    s = floats(weights, TILE // TOKENS * 16)
+    for g in range(GROUP):
+        mask = at.mask + b * x.mask_batch + (h * GROUP + g) * x.mask_head
+        for j in range(count):
+            place = j // TOKENS * 16 + g * TOKENS + j % TOKENS
+            s[place] = layout.adjusted(x, s[place], np.float32(LOG2_E), mask, first + j)
+
+
+@njit
 def _split(x, at, b, h, low, high, scratch, partial):
     """Keys ``low .. high`` of a kv head, into a partial result."""
     queries, state = scratch, scratch + GROUP * SIZE * 4
@@ -57,7 +68,7 @@ def _split(x, at, b, h, low, high, scratch, partial):
         q[i] *= factor
     s = floats(state, 48)
     for i in range(16):
-        s[i], s[16 + i] = LOWEST, 0
+        s[i], s[16 + i] = layout.LOWEST, 0
     result = floats(partial, PARTIAL // 4)
     for i in range(32, PARTIAL // 4):
         result[i] = 0
@@ -66,6 +77,8 @@ def _split(x, at, b, h, low, high, scratch, partial):
         key = at.key + b * x.key_batch + h * x.key_head + t * x.key_token
         value = at.value + b * x.value_batch + h * x.value_head + t * x.value_token
         scores(key, x.key_token, count, queries, weights)
+        if x.softcap or x.mask_size:
+            _adjust(x, at, b, h, t, count, weights)
         soften(weights, count, state)
         gather(value, x.value_token, count, weights, state, partial + 128)
     for i in range(32):
@@ -97,7 +110,8 @@ def _merge(x, at, splits, results, space):
                     total += weight * part[p, 16 + lane + j]
                 for d in range(SIZE):
                     row[d] += weight * part[p, 32 + g * SIZE + d]
-            inverse = 1 / total if total != 0 else 0.0  # nothing seen: a row of zeros
+            # a row that sees nothing is a row of zeros
+            inverse = 1 / total if total != 0 and top > layout.LOWEST else 0.0
             for d in range(SIZE):
                 row[d] *= inverse
             target = at.output + b * x.output_batch + head * x.output_head

@@ -16,7 +16,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from onnx_inplace.numba_kernels.floats import SIZES
-from onnx_inplace.numba_kernels.vector import LANES, LOWEST, VECTOR, Emitter
+from onnx_inplace.numba_kernels.layout import LOWEST
+from onnx_inplace.numba_kernels.vector import LANES, VECTOR, Emitter
 
 TILE = 32  # tokens of one pass through the three loops: best of 16 to 256
 _REGISTERS = 16  # accumulators that are kept at once
@@ -67,7 +68,7 @@ def make_scores(kind: int, size: int, group: int) -> Any:
                                 lane = head * tokens + i
                                 sums[lane] = e.fma(k, query, sums[lane])
                 left = e.splat_int(builder.sub(count, first))
-                row = e.where_less(lanes, left, e.sums(sums), e.constant(LOWEST))
+                row = e.where_less(lanes, left, e.sums(sums), e.constant(float(LOWEST)))
                 e.store(row, e.add(to, e.times(g, 64)))
             return context.get_dummy_value()
 

@@ -6,12 +6,17 @@ All kernels of attention have one signature, so that the caller may choose among
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import NamedTuple
 
+import numpy as np
 from numba import carray, njit
 
-from onnx_inplace.numba_kernels.floats import int64_at
+from onnx_inplace.numba_kernels.floats import float_of_bits, floats, int64_at, uint8_at
+
+LOWEST = np.float32(-1e30)
+"""A score below all others that is still a number; a row that has no other one sees nothing."""
 
 
 class Layout(NamedTuple):
@@ -67,6 +72,22 @@ class Places(NamedTuple):
     lengths: int  # (batch) int64: valid keys
     mask: int
     sinks: int  # (heads) float32: score of a key without value
+
+
+@njit
+def adjusted(x, score, factor, mask, key):
+    """A score (times ``factor``) with softcap and mask; never below LOWEST.
+
+    ``mask``: address of the mask's row, which begins at key 0.
+    """
+    softcap = float_of_bits(x.softcap)
+    if softcap > 0:
+        score = factor * softcap * np.float32(math.tanh(score / (factor * softcap)))
+    if x.mask_size == 1:
+        score = score if carray(uint8_at(mask), (key + 1,))[key] else LOWEST
+    elif x.mask_size:
+        score += factor * floats(mask, key + 1)[key]
+    return max(score, LOWEST)
 
 
 KERNEL = "void(" + ",".join(["int64"] * 11) + ")"

@@ -3,6 +3,7 @@
 ``specialise`` makes copies of this file with other values in the next line of constants.
 """
 
+import numpy as np
 from numba import carray, njit
 
 from onnx_inplace.numba_kernels import layout
@@ -25,7 +26,6 @@ from onnx_inplace.numba_kernels.prefill_parts import (
 KIND, SIZE = 0, 64  # specialised
 
 LOG2_E = 1.4426950408889634
-LOWEST = -1e30
 HEADER = 64  # bytes: a counter of items
 ROWS = 128  # query rows of an item: they share the conversion of every tile
 # bytes: queries, sums, largest scores and sums of weights; then tile and scores of a block
@@ -39,6 +39,17 @@ add_values = make_product(TILE, SIZE, True)
 def workspace_size(workers: int) -> int:
     """Bytes for ``workers``."""
     return HEADER + workers * SCRATCH
+
+
+@njit
+def _adjust(x, at, b, h, row, tile, scores, limit):
+    """Softcap and mask for what a block of rows sees of a tile."""
+    for r in range(BLOCK):
+        t, head = (row + r) // x.group, h * x.group + (row + r) % x.group
+        mask = at.mask + b * x.mask_batch + head * x.mask_head + t * x.mask_token
+        s = floats(scores + r * TILE * 4, TILE)
+        for j in range(limit[r, 0], limit[r, 1]):
+            s[j] = layout.adjusted(x, s[j], np.float32(LOG2_E), mask, tile + j)
 
 
 @njit
@@ -63,7 +74,7 @@ def _item(x, at, b, h, row, rows, length, start, space):
         q, o = floats(queries + r * SIZE * 4, SIZE), floats(sums + r * SIZE * 4, SIZE)
         for d in range(SIZE):
             q[d] = o[d] = 0
-        top[r], total[r] = LOWEST, 0
+        top[r], total[r] = layout.LOWEST, 0
         if r >= rows:  # fills up the last block
             continue
         t, head = (row + r) // x.group, h * x.group + (row + r) % x.group
@@ -97,12 +108,15 @@ def _item(x, at, b, h, row, rows, length, start, space):
                 continue
             offset = block * BLOCK * SIZE * 4
             multiply_keys(queries + offset, keys, scores, 0)
+            if x.softcap or x.mask_size:
+                _adjust(x, at, b, h, row + block * BLOCK, tile, scores, limit)
             soften(scores, limits, tops + block * BLOCK * 4, totals + block * BLOCK * 4, factors)
             add_values(scores, values, sums + offset, factors)
 
     for r in range(rows):
         t, head = (row + r) // x.group, h * x.group + (row + r) % x.group
-        inverse = 1 / total[r] if total[r] != 0 else 0.0  # nothing seen: a row of zeros
+        # a row that sees nothing is a row of zeros
+        inverse = 1 / total[r] if total[r] != 0 and top[r] > layout.LOWEST else 0.0
         o = floats(sums + r * SIZE * 4, SIZE)
         for d in range(SIZE):
             o[d] *= inverse

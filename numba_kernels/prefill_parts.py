@@ -14,7 +14,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from onnx_inplace.numba_kernels.floats import SIZES
-from onnx_inplace.numba_kernels.vector import LANES, LOWEST, VECTOR, Emitter, Value
+from onnx_inplace.numba_kernels.layout import LOWEST
+from onnx_inplace.numba_kernels.vector import LANES, VECTOR, Emitter, Value
 
 BLOCK = 8  # query rows
 TILE = 64  # keys
@@ -144,7 +145,7 @@ def soften(typing_context, scores, limits, top, total, factors):
     def generate(context, builder, signature, arguments):
         e = Emitter(builder)
         scores, limits, top, total, factors = arguments
-        zero, lowest = e.constant(0.0), e.constant(LOWEST)
+        zero, lowest = e.constant(0.0), e.constant(float(LOWEST))
         lanes = [e.lanes(range(c, c + LANES)) for c in range(0, TILE, LANES)]
         with e.loop(e.whole(BLOCK)) as row:
             line, number = e.add(scores, e.times(row, TILE * 4)), e.times(row, 4)

@@ -17,7 +17,6 @@ from numba.core import cgutils, config
 from onnx_inplace.numba_kernels.floats import BFLOAT16, FLOAT16, FLOAT32, SIZES
 
 LANES = 16
-LOWEST = -1e30  # a score below all others, of which 2**(LOWEST - m) is still a number
 
 Value = Any  # llvmlite is not typed
 

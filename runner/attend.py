@@ -154,9 +154,9 @@ class Call:
         self._long = (
             PARALLEL // max(self._products, 1) if kernels.parallel is not None else p.capacity
         )
-        plain = not p.softcap and not p.mask[3] and kernels.shape.fits(p)
-        self._decode = kernels.decode if plain and p.tokens == 1 else None
-        self._prefill = kernels.prefill if plain else None
+        fits = kernels.shape.fits(p)
+        self._decode = kernels.decode if fits and p.tokens == 1 else None
+        self._prefill = kernels.prefill if fits else None
         if self._decode is not None:
             self._kernel: int = self._decode.attend.ready().address
         elif self._prefill is not None:

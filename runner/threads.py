@@ -15,7 +15,8 @@ from collections.abc import Iterator
 import numba
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 4096  # calls
-_WEIGHT = 0.1  # of a new measurement
+_AGAIN = 128  # parallel calls, after which one thread shows again what it takes
+_WEIGHT = 0.1  # of a measurement that is slower than those before it
 
 _layer_lock = threading.Lock()
 _layer_is_safe = False
@@ -28,11 +29,13 @@ class Policy:
     Attributes:
         pace: seconds for a unit of work on one thread; None before the first measurement.
         pause: calls that are left to one thread before several are tried again.
+        run: parallel calls in a row.
         next_pause: how long the next pause is; each one that follows soon is twice as long.
     """
 
     pace: float | None = None
     pause: int = 0
+    run: int = 0
     next_pause: int = _FIRST_PAUSE
 
     def parallel(self) -> bool:
@@ -42,12 +45,16 @@ class Policy:
         if self.pause > 0:
             self.pause -= 1
             return False
-        return True
+        self.run = (self.run + 1) % _AGAIN
+        return self.run != 0
 
     def serial_took(self, work: float, seconds: float) -> None:
         """One thread took so long."""
         pace = seconds / work
-        self.pace = pace if self.pace is None else self.pace + _WEIGHT * (pace - self.pace)
+        if self.pace is None or pace < self.pace:  # the first one may have met cold memory
+            self.pace = pace
+        else:
+            self.pace += _WEIGHT * (pace - self.pace)
 
     def parallel_took(self, work: float, seconds: float) -> None:
         """Several threads took so long."""

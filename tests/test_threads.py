@@ -50,3 +50,16 @@ def test_work_of_any_size_is_compared(policy):
     assert policy.parallel()
     policy.parallel_took(10, 0.02)  # one thread: 0.01 s
     assert not policy.parallel()
+
+
+def test_a_first_measurement_that_was_too_slow_is_corrected():
+    policy = Policy()
+    policy.serial_took(1000, 50.0)  # cold memory
+    kept = 0
+    for _ in range(1000):
+        if policy.parallel():
+            policy.parallel_took(1000, 2.0)
+            kept += 1
+        else:
+            policy.serial_took(1000, 1.0)
+    assert kept < 300
