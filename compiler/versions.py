@@ -108,16 +108,18 @@ class Versions:
         self.map.findings.append(finding)
         self.tainted.update(taints)
 
-    def conflict(self, code: str, roots: Sequence[ir.Value], finding: Finding) -> None:
-        """Other storage than a rule wants: a fault only where mutable storage takes part.
+    def conflict(self, roots: Sequence[ir.Value], finding: Finding, output: ir.Value) -> None:
+        """``output`` is other storage than a rule wants: a fault where mutable storage takes part.
 
-        For READ_ONLY roots it is legal. But a caller of this function might lend mutable storage.
+        For READ_ONLY roots it is legal, and a new value. But a caller of this function might lend
+        mutable storage.
         """
         if any(root in self.mutable for root in roots):
             self.find(finding, *roots)
+            self.unknown.add(output)
             return
         for root in roots:
-            self.restrictions.setdefault(root, Restriction(code, finding.message))
+            self.restrictions.setdefault(root, Restriction(finding.code, finding.message))
 
     # -- blocks
 
