@@ -44,28 +44,32 @@ class Function:
         f: Callable[..., Any],
         signature: inspect.Signature,
         attributes: tuple[str, ...],
-        record: Callable[[Mapping[str, Any], str], Recorded],
+        record: Callable[[Mapping[str, Any], str, int | None], Recorded],
     ) -> None:
-        """Record at once, if no Python value is missing."""
+        """Record at once, if no Python value is missing.
+
+        ``record`` gets Python values, the name of the FunctionProto, and the opset of the caller,
+        or None if there is none so far.
+        """
         self.__name__, self.__doc__, self.__wrapped__ = f.__name__, f.__doc__, f
         self._signature, self._attributes, self._record = signature, attributes, record
         # with the values, so that no other object gets the id of one
         self._variants: dict[object, tuple[Recorded, Mapping[str, Any]]] = {}
         defaults = {n: signature.parameters[n].default for n in attributes}
         if inspect.Parameter.empty not in defaults.values():
-            self.variant(defaults)
+            self.variant(defaults, None)
 
     def __repr__(self) -> str:
         return f"<@function {self.__name__}{self._signature}>"
 
-    def variant(self, values: Mapping[str, Any]) -> Recorded:
-        """The function for these Python values."""
-        key = tuple(_key(v) for v in values.values())
+    def variant(self, values: Mapping[str, Any], opset: int | None) -> Recorded:
+        """The function for these Python values, of the opset of its caller."""
+        key = opset, tuple(_key(v) for v in values.values())
         found = self._variants.get(key)
         if found is None:
             parts = [f"{n}_{_word(v)}" for n, v in values.items() if _has_short_name(v)]
             name = "_".join([self.__name__, *parts])
-            found = self._variants[key] = self._record(values, name), values
+            found = self._variants[key] = self._record(values, name, opset), values
         return found[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +84,8 @@ class Function:
         for n, v in values.items():
             if structures.contains(Operand, v):
                 r.stop(f"{self.__name__}: `{n}` is a Python value, and a tensor is given.")
-        return _call(r, self.__name__, self.variant(values), bound.arguments)
+        variant = self.variant(values, r.fixed_opset)
+        return _call(r, self.__name__, variant, bound.arguments)
 
 
 def _key(x: Any) -> object:

@@ -58,7 +58,7 @@ def function(
     Args:
         f: the function; without it, a decorator is returned.
         domain: of the FunctionProto.
-        opset: version of ONNX's operators in its body.
+        opset: version of ONNX's operators in its body, else that of the model that calls it.
 
     Raises:
         ContractError: all faults of the function, each at its line.
@@ -68,8 +68,9 @@ def function(
     def compiled(f: F) -> calls.Function:
         subject = trace.Subject.of(f, namespace)
 
-        def record(values: Mapping[str, Any], name: str) -> calls.Recorded:
-            recorded = trace.record(subject, Kind.FUNCTION, name, domain, opset, values)
+        def record(values: Mapping[str, Any], name: str, of_caller: int | None) -> calls.Recorded:
+            version = opset or of_caller
+            recorded = trace.record(subject, Kind.FUNCTION, name, domain, version, values)
             program.check_function(recorded.declaration)
             return recorded
 

@@ -125,6 +125,11 @@ class Recorder:
         """The version of ONNX's own operators in this graph."""
         return self.declared_opset or operators.OPSET
 
+    @property
+    def fixed_opset(self) -> int | None:
+        """The version, if it is settled: declared, or used."""
+        return self.opset if self.declared_opset or self._has_standard else None
+
     def use_opset(self, version: int, what: str) -> None:
         """``what`` is of this version: so is everything that is recorded, or it is a fault."""
         if self.declared_opset is None and not self._has_standard:

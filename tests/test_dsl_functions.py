@@ -293,6 +293,24 @@ def test_the_opset_is_25_unless_said_otherwise() -> None:
     assert [one(p, x=[-1]) for p in (newest, declared, used)] == [0, 0, 0]
 
 
+def test_a_function_follows_the_opset_of_its_caller() -> None:
+    @function
+    def f(x: FLOAT["n"]) -> FLOAT["n"]:
+        return op.Relu(x) * 2.0
+
+    def make(opset: int):
+        @model(opset=opset)
+        def program(x: FLOAT["n"]) -> FLOAT["n"]:
+            return f(x)
+
+        return program
+
+    for opset in (21, 24, 25):
+        program = make(opset)
+        [body] = proto(program).functions
+        assert body.opset_import[0].version == opset and one(program, x=[1]) == [2]
+
+
 def test_one_model_has_one_opset() -> None:
     @function(opset=22)
     def f(x: FLOAT["n"]) -> FLOAT["n"]:
