@@ -12,7 +12,7 @@ itself.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
 
@@ -133,14 +133,14 @@ class _Builder:
         self.late: list[Late] = []
         self.sites: list[check_nodes.Site] = []
         self.bounds: list[Bound] = []
-        self.equalities: dict[ir.Node | None, list[merging.Equality]] = {}
+        self.equalities: dict[ir.Node, list[merging.Equality]] = {}
         for needed in self.aliases.equalities:
-            if not conditions.covers(needed.node):
+            if needed.node is not None and not conditions.covers(needed.node):
                 self.equalities.setdefault(needed.node, []).append(needed)
 
     def run(self) -> Checks:
         self.block(self.model.graph, ())
-        for needed in self.equalities.pop(None, ()):
+        for needed in self.returned():
             self.decide(conditions.equality(needed, self.aliases.root), ())
         for value, one, other in self.extents.agreements:
             self.agree(value, one, other)
@@ -154,6 +154,14 @@ class _Builder:
         return Checks(
             tuple(self.static.values()), tuple(self.direct.values()), sliced, tuple(self.late)
         )
+
+    def returned(self) -> Iterator[merging.Equality]:
+        """What comes back as a root has its shape. What an author calls the axes proves nothing."""
+        for value in dict.fromkeys(self.model.graph.outputs):
+            root = self.aliases.root.get(value)
+            if root is not None and root is not value and root.shape is not None:
+                for axis in range(len(root.shape)):
+                    yield merging.Equality(None, value, axis, root, axis)
 
     def agree(self, value: ir.Value, one: Size, other: Size) -> None:
         """Two branches give one storage shapes that look different: they must be the same."""
