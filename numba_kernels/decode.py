@@ -1,6 +1,6 @@
 """Decode attention: one new token, all query heads of a kv head together, the keys in splits.
 
-``specialise`` makes copies of this file with other values in the next line.
+``specialise`` makes copies of this file with other values in the line that says so.
 """
 
 import numpy as np

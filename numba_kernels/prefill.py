@@ -1,6 +1,6 @@
 """Prefill attention: many queries of a kv head against tiles of its keys.
 
-``specialise`` makes copies of this file with other values in the next line of constants.
+``specialise`` makes copies of this file with other values in the line that says so.
 """
 
 import numpy as np
