@@ -81,8 +81,8 @@ class Operations(Versions):
             if value is None or value in self.unknown or value not in self.place:
                 continue
             root, version = self.place[value].root, self.place[value].version
-            if root in reported:
-                continue
+            if root in reported or (k in writes and self.place[value].sliced):
+                continue  # a slice is never written, stale or not
             if k in writes and root in self.mutable and root in self.outside:
                 reported.add(root)
                 self.find(self.say.not_carried(value, node, self.outside[root]), root)

@@ -191,7 +191,7 @@ def test_a_scan_hands_out_slices():
     assert judge("au = Identity (a)", "c") == []  # slices are only read
     assert judge(write, "d") == []
     assert judge(write, "c") == ["E104"]
-    assert judge("au = Identity (a)  q = onnx_inplace.CacheUpdate (e, n, p)", "d") == ["E105"]
+    assert judge("au = Identity (a)  q = onnx_inplace.CacheUpdate (e, n, p)", "d") == ["E106"]
 
 
 def test_a_slice_does_not_leave_its_scan():
