@@ -21,9 +21,9 @@ class Results:
     """The outputs of a graph.
 
     Attributes:
-        values: the outputs. returns: for each the name of the parameter that it must alias, or
-        None. template: what the function returned, with the number of an output in the place of
-        every tensor.
+        values: the outputs.
+        returns: for each the name of the parameter that it must alias, or None.
+        template: what the function returned, with the number of an output for every tensor.
     """
 
     values: list[ir.Value]
@@ -66,8 +66,7 @@ class _Collector:
 
     def value(self, x: Any, dtype: ir.DataType | None) -> ir.Value:
         if isinstance(x, Operand):
-            value = self.r.use(x.value)
-            return value
+            return self.r.use(x.value)
         try:
             return self.r.constant(literals.literal(x, dtype))
         except (literals.Lost, TypeError) as error:
@@ -205,10 +204,7 @@ def _one(
     if members is not None:
         inside = structures.children(x)
         if inside is None or len(inside) != len(members):
-            c.r.fault(
-                f"a structure of {len(members)} is declared, and {x!r} returned.",
-                location=c.location,
-            )
+            c.r.fault(f"a structure of {len(members)} is declared, and {x!r} returned.")
             return None
         return structures.rebuild(
             x,
@@ -220,8 +216,7 @@ def _one(
     leaves = structures.leaves(x, Operand)
     if target is not None and len(leaves) != len(roots):
         c.r.fault(
-            f'{len(leaves)} tensors are returned as Alias["{target}"], which are {len(roots)}.',
-            location=c.location,
+            f'{len(leaves)} tensors are returned as Alias["{target}"], which are {len(roots)}.'
         )
         return None
     count = iter(range(len(leaves)))
