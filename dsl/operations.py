@@ -146,6 +146,8 @@ def _adapted(
     for formal, x in zip(formals, inputs, strict=True):
         dtype, like = None, None
         if formal is not None:
+            if formal.name in _VECTORS and literals.is_number(x):
+                x = [x]  # op.Squeeze(x, 0)
             like = bound.get(formal.type)
             dtype = _FIXED.get(formal.type) if like is None else like.dtype
             if formal.type in carried:
@@ -188,6 +190,8 @@ def _is_value(x: Any) -> bool:
     return isinstance(x, ir.Value)
 
 
+# Inputs that ONNX wants as vectors, of one number too.
+_VECTORS = frozenset({"axes", "shape", "split", "repeats", "pads", "starts", "ends", "steps", "K"})
 _FIXED = {
     f"tensor({name})": dtype
     for name, dtype in {

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import onnx_ir
 import pytest
-from recorded import one, operators, proto, reasons, refused, stock
+from recorded import one, operators, proto, reasons, refused, shapes, stock
 
 from onnx_inplace.dsl import (
     BFLOAT16,
@@ -128,6 +128,14 @@ def test_lists_and_arrays_are_arguments() -> None:
     )  # fmt: skip
     for a, b in zip(stock(program, x=x, n=3).values(), expected, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_one_number_stands_for_a_vector_where_onnx_wants_one() -> None:
+    @model
+    def program(x: FLOAT[1, 3]):
+        return op.Squeeze(x, 0), op.Unsqueeze(x, -1), op.ReduceMax(x, 1), op.TopK(x, 2)[0]
+
+    assert shapes(program) == [(3,), (1, 3, 1), (1, 1), (1, 2)]
 
 
 def test_equal_constants_of_a_block_are_one() -> None:
