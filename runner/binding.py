@@ -107,7 +107,10 @@ class Binding:
         """Execute the model once, in place.
 
         Args:
-            **values: the ordinary inputs by name, groups as sequences or mappings.
+            **values: the ordinary inputs by name, groups as sequences or mappings. Arrays must have
+                the declared type; numbers and lists are converted where nothing is rounded. An
+                integer declared as a scalar may be given as (), (1,) or (1, 1), integers declared
+                (B,) as (B,) or (B, 1).
 
         Returns:
             The outputs, by name and by position. Aliased outputs are the arrays that were lent.

@@ -11,7 +11,7 @@ import pytest
 
 from onnx_inplace import Session, errors
 from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, kv, model, op
-from onnx_inplace.runner import registry
+from onnx_inplace.runner import registry, storage
 
 Cache, New = FLOAT["heads", "capacity", 4], FLOAT["heads", "n", 4]
 TIMEOUT = 30  # seconds until a test of threads has failed
@@ -69,6 +69,15 @@ def test_the_lease_ends_when_the_binding_is_forgotten(session, cache) -> None:
     session.bind(cache=cache).close()
 
 
+def test_leases_do_not_pile_up(session, cache) -> None:
+    held = len(storage.leases._table.leases)
+    for _ in range(20):
+        session.bind(cache=cache).close()
+        with pytest.raises(errors.StorageMismatch):
+            session.bind(cache=cache[:, :, ::2])
+    assert len(storage.leases._table.leases) == held
+
+
 def test_the_binding_keeps_its_storage(session, cache) -> None:
     step = session.bind(cache=cache)
     place = cache.__array_interface__["data"]
@@ -120,9 +129,9 @@ def test_checks_of_storage_have_an_order(session) -> None:
         (np.zeros((3, 2), np.float32).T, errors.StorageMismatch, "axes"),
         (np.zeros((4, 8, 2), np.float32).T, errors.StorageMismatch, "contiguous"),
     ]
-    for storage, error, word in order:
+    for wrong, error, word in order:
         with pytest.raises(error) as caught:
-            session.bind(cache=storage)
+            session.bind(cache=wrong)
         assert word in str(caught.value)
 
 
@@ -235,6 +244,19 @@ def test_what_does_not_fit_changes_no_byte(session, guarded, untouched, position
         assert (error.cache, error.position, error.length) == ("cache", position, length)
         assert (error.capacity, error.batch) == (8, None)
         step.run(new=tokens(0), position=0)  # no run has failed half-way
+
+
+@pytest.mark.parametrize("position", [1023, 1024, 1025, 1026, 1027])
+def test_the_capacity_is_not_rounded(session, guarded, position) -> None:
+    """Case 37."""
+    cache = guarded((2, 1026, 4))
+    with session.bind(cache=cache) as step:
+        if position < 1026:
+            step.run(new=tokens(), position=position)
+            assert (cache[:, position] == 1).all()
+        else:
+            with pytest.raises(errors.CapacityError):
+                step.run(new=tokens(), position=position)
 
 
 def test_capacity_and_valid_length_are_two_numbers(session, cache) -> None:
