@@ -42,12 +42,25 @@ def check(proto: Any, path: str) -> None:
 def _check_blocks(nodes: Iterable[Any], path: str) -> None:
     for node in nodes:
         graphs = {a.name: a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH}
-        fault = _fault(node, graphs) if node.domain in ("", "ai.onnx") else None
+        fault = _missing_input(node)
+        if fault is None and node.domain in ("", "ai.onnx"):
+            fault = _fault(node, graphs)
         if fault is not None:
             name = node.output[0] if node.output else node.name
             raise ModelFileError(path, f"this is no valid ONNX model: `{name}`: {fault}.")
         for graph in graphs.values():
             _check_blocks(graph.node, path)
+
+
+def _missing_input(node: Any) -> str | None:
+    """An input that is left out, though its operator needs it."""
+    if "" not in node.input or not onnx.defs.has(node.op_type, node.domain):
+        return None
+    formal = onnx.defs.get_schema(node.op_type, node.domain).inputs
+    for parameter, name in zip(formal, node.input, strict=False):
+        if not name and parameter.option == onnx.defs.OpSchema.FormalParameterOption.Single:
+            return f"{node.op_type} needs its input `{parameter.name}`"
+    return None
 
 
 def _fault(node: Any, graphs: dict[str, Any]) -> str | None:

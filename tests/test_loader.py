@@ -465,7 +465,11 @@ def no_producer(proto: Any) -> None:
     proto.graph.output[0].name = "no_such_value"
 
 
-@pytest.mark.parametrize("breaks", [unsorted, undefined, duplicate, no_producer])
+def left_out(proto: Any) -> None:
+    proto.graph.node[0].input[1] = ""
+
+
+@pytest.mark.parametrize("breaks", [left_out, unsorted, undefined, duplicate, no_producer])
 def test_invalid_graphs(breaks: Callable[[Any], None]) -> None:
     proto = annotated("chain")
     breaks(proto)
