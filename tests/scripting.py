@@ -19,7 +19,7 @@ from authoring.choices import Choices
 from authoring.values import MODULUS, Values
 
 PRELUDE = f"""
-from onnx_inplace.dsl import BOOL, INT64, Alias, Mutable, function, kv, model, op
+from onnx_inplace.dsl import BOOL, INT64, Alias, Mutable, function, kv, model, op, scan, stack
 
 Cache, Token = INT64[{ROWS}, {CAPACITY}, 2], INT64[{ROWS}, 1, 2]
 """
@@ -92,14 +92,20 @@ class Scribe(Values):
     def statement(self) -> list[str]:
         kinds = [self.assign, self.assign, self.update, self.update, self.branch, self.branch]
         if self.loops < 2:
-            kinds += [self.count, self.count, self.wait, self.unrolled]
+            kinds += [self.count, self.count, self.wait, self.unrolled, self.scanned, self.members]
         return self.pick(kinds)()
 
     def assign(self) -> list[str]:
-        kind = self.below(6)
+        kind = self.below(8)
         if kind <= 1:
             name = self.pick(TOKENS)
             line = f"{name} = {self.token_text()}"
+        elif kind == 6:
+            name = self.pick(TOKENS)
+            line = f"{name} = {self.token_text()} if {self.truth_text()} else {self.token_text()}"
+        elif kind == 7:
+            name = self.pick(TRUTHS)
+            line = f"{name} = {self.below(3)} <= {self.number_text()} < {3 + self.below(9)}"
         elif kind == 2:
             name = self.pick([t for t in TOKENS if t in self.known])
             line = f"{name} {self.pick(['+=', '-='])} {self.token_text(1)}"
@@ -180,6 +186,29 @@ class Scribe(Values):
         self.known = before
         self.loops -= 1
         return lines
+
+    def scanned(self) -> list[str]:
+        """A loop along a tensor, which collects one row per step."""
+        self.loops += 1
+        before, row, rows = set(self.known), f"row{self.loops}", f"rows{self.loops}"
+        source = self.pick([t for t in TOKENS if t in self.known])
+        lines = [f"{rows} = stack()", f"for {row} in scan({source}):"]
+        lines += self.indented(self.block(1 + self.below(2)))
+        lines += self.indented([f"{rows}.append({row} + {self.number_text(1)})"])
+        self.known = before
+        self.loops -= 1
+        return [*lines, f"{self.pick([t for t in TOKENS if t in self.known])} = {rows} + 0"]
+
+    def members(self) -> list[str]:
+        """A list of both caches, the members of which are assigned in a block."""
+        test = self.truth_text()
+        k, place = self.below(2), self.place()
+        return [
+            "both = [keys, values]",
+            f"if {test}:",
+            *self.indented([f"both[{k}] = push(both[{k}], {self.token_text(1)}, {place})"]),
+            "keys, values = both",
+        ]
 
     @staticmethod
     def indented(lines: Sequence[str]) -> list[str]:
@@ -287,10 +316,17 @@ class _Value(np.ndarray):
         return self - other
 
 
+class _Rows(list):
+    """What a loop collected, as the tensor that it becomes."""
+
+    def __add__(self, other: object) -> np.ndarray:  # type: ignore[override]
+        return np.stack(self).view(_Value) + other
+
+
 def native(source: str, feed: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     """What Python computes from the text."""
     text = source.replace(PRELUDE, "").replace("@function", "").replace("@model", "")
-    names: dict[str, object] = {"op": _OP, "kv": _KV}
+    names: dict[str, object] = {"op": _OP, "kv": _KV, "scan": list, "stack": _Rows}
     code = compile("from __future__ import annotations\n" + text, "<native>", "exec")
     exec(code, names)
     with np.errstate(all="ignore"):
