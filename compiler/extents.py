@@ -40,6 +40,8 @@ class Extents:
             if value.shape is not None:
                 axes = range(len(value.shape))
                 self._shapes[value] = tuple(_dimension(value, k) for k in axes)
+        self._numbers: dict[ir.Value, Size | None] = {}
+        self._offsets: dict[ir.Value, tuple[ir.Value, Size] | None] = {}
         self._inputs, self._outputs = set(graph.inputs), set(graph.outputs)
         declared = (size for shape in self._shapes.values() for size in shape or ())
         self._names = {size for size in declared if isinstance(size, str)}
@@ -55,6 +57,9 @@ class Extents:
                     self._walk(body)
             for output, shape in zip(node.outputs, self._results(node), strict=True):
                 self._shapes[output] = shape
+                if output.dtype in _INTEGERS:  # now, so that long chains are no deep recursion
+                    self._numbers[output] = self._integer(output)
+                    self._offsets[output] = self._affine(output)
 
     def _results(self, node: ir.Node) -> list[Partial | None]:
         if node.op_type == "If" and is_control(node):
@@ -144,6 +149,9 @@ class Extents:
         """The one integer that a value holds, where a run's dimensions fix it."""
         if value is None:
             return None
+        return self._numbers[value] if value in self._numbers else self._integer(value)
+
+    def _integer(self, value: ir.Value) -> Size | None:
         constant = _constant(value)
         if constant is not None:
             return (
@@ -174,6 +182,9 @@ class Extents:
 
     def affine(self, value: ir.Value) -> tuple[ir.Value, Size] | None:
         """``value`` as an integer graph input plus one number, element by element."""
+        return self._offsets[value] if value in self._offsets else self._affine(value)
+
+    def _affine(self, value: ir.Value) -> tuple[ir.Value, Size] | None:
         if value in self._inputs:
             return (value, 0) if value.dtype in _INTEGERS else None
         node = value.producer()

@@ -38,63 +38,77 @@ _OPERATORS: dict[type[ast.operator], str] = {
 }
 
 
+_Polynomial = dict[tuple[str | Operation, ...], int]
+"""Factors by products of names and quotients; the empty product is 1."""
+
+
 def operation(operator: str, left: Size, right: Size) -> Size:
     """``left operator right``, in its simplest form."""
-    if isinstance(left, int) and isinstance(right, int):
-        return evaluate(Operation(operator, left, right), {})
-    if operator in "+-":
-        return _sum(operator, left, right)
-    a, b = _monomial(left), _monomial(right)
-    if a is None or b is None:
-        return Operation(operator, left, right)
-    if operator == "*":
-        return _from_monomial(a[0] * b[0], a[1] + b[1])
-    if b[0] and a[0] % b[0] == 0 and a[1] >= b[1]:
-        return _from_monomial(a[0] // b[0], a[1] - b[1])
-    return Operation(operator, left, right)
+    a, b = _polynomial(left), _polynomial(right)
+    if operator == "//":
+        exact = _quotient(a, b)
+        return Operation("//", left, right) if exact is None else _size(exact)
+    return _size(_combine(operator, a, b))
 
 
-def _sum(operator: str, left: Size, right: Size) -> Size:
-    if right == 0:
-        return left
-    if left == 0 and operator == "+":
-        return right
-    if left == right and operator == "-":
-        return 0
-    if isinstance(right, Operation) and right.right == left and operator + right.operator == "+-":
-        return right.left  # m + (n - m)
-    if isinstance(left, Operation) and left.operator in "+-":
-        if left.right == right and left.operator != operator:
-            return left.left  # (n + m) - m
-        if isinstance(left.right, int) and isinstance(right, int):
-            held = left.right if left.operator == "+" else -left.right
-            held += right if operator == "+" else -right
-            return _sum("+" if held > 0 else "-", left.left, abs(held))  # (n + 2) - 1
-    return Operation(operator, left, right)
-
-
-def _monomial(size: Size) -> tuple[int, Counter[str]] | None:
-    """A factor and names, if the size is a product of those."""
+def _polynomial(size: Size) -> _Polynomial:
     if isinstance(size, int):
-        return size, Counter()
-    if isinstance(size, str):
-        return 1, Counter({size: 1})
-    if size.operator != "*":
-        return None
-    left, right = _monomial(size.left), _monomial(size.right)
-    if left is None or right is None:
-        return None
-    return left[0] * right[0], left[1] + right[1]
+        return {(): size}
+    if isinstance(size, str) or size.operator == "//":
+        return {(size,): 1}
+    return _combine(size.operator, _polynomial(size.left), _polynomial(size.right))
 
 
-def _from_monomial(factor: int, names: Counter[str]) -> Size:
-    ordered = sorted(names.elements())
-    if not ordered or factor == 0:
-        return factor
-    total: Size = ordered[0]
-    for name in ordered[1:]:
-        total = Operation("*", total, name)
-    return total if factor == 1 else Operation("*", factor, total)
+def _combine(operator: str, a: _Polynomial, b: _Polynomial) -> _Polynomial:
+    if operator != "*":
+        sign = 1 if operator == "+" else -1
+        return {term: a.get(term, 0) + sign * b.get(term, 0) for term in {**a, **b}}
+    result: _Polynomial = {}
+    for x, factor in a.items():
+        for y, other in b.items():
+            term = tuple(sorted((*x, *y), key=str))
+            result[term] = result.get(term, 0) + factor * other
+    return result
+
+
+def _quotient(a: _Polynomial, b: _Polynomial) -> _Polynomial | None:
+    """``a // b`` where ``b`` is one product that divides all of ``a``."""
+    divisors = [(term, factor) for term, factor in b.items() if factor]
+    if not divisors:
+        return {(): 0}
+    if len(divisors) != 1:
+        return None
+    (names, divisor), result = divisors[0], {}
+    for term, factor in a.items():
+        rest = Counter(term)
+        rest.subtract(names)
+        if factor % divisor or min(rest.values(), default=0) < 0:
+            number = not names and set(a) == {()}
+            return {(): a[()] // divisor} if number else None
+        result[tuple(sorted(rest.elements(), key=str))] = factor // divisor
+    return result
+
+
+def _size(polynomial: _Polynomial) -> Size:
+    """One form for each polynomial: what is added before what is taken away, the number last."""
+    terms = sorted(
+        (factor < 0, not term, len(term), str(term), term, factor)
+        for term, factor in polynomial.items()
+        if factor
+    )
+    total: Size | None = None
+    for negative, _, _, _, term, factor in terms:
+        size: Size = 1
+        for name in term:
+            size = name if size == 1 else Operation("*", size, name)
+        if abs(factor) != 1 or not term:
+            size = abs(factor) if not term else Operation("*", abs(factor), size)
+        if total is None:
+            total = size if not negative else -size if isinstance(size, int) else None
+            total = Operation("-", 0, size) if total is None else total
+        else:
+            total = Operation("-" if negative else "+", total, size)
+    return 0 if total is None else total
 
 
 def product(sizes: Iterable[Size]) -> Size:

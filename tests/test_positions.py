@@ -7,7 +7,7 @@ import pytest
 import textual
 
 from onnx_inplace.compiler import errors, loader, positions
-from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, function, kv, model
+from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, function, kv, model, op
 from onnx_inplace.runner import checks, inputs
 
 CACHE, NEW = "float[heads, capacity, 2] cache", "float[heads, n, 2] new"
@@ -586,3 +586,20 @@ def test_a_view_that_comes_back_has_the_roots_shape() -> None:
     with pytest.raises(errors.StorageMismatch):
         c.run(cache=np.zeros((2, 4)), **given)
     assert c.refuses(cache=np.zeros((2, 3)), **{**given, "new": np.zeros((2, 4))}).length == 4
+
+
+def test_a_long_chain_of_writes_is_no_deep_recursion() -> None:
+    """Unrolled by Python: a thousand positions, each a step further than the one before."""
+
+    @model
+    def program(
+        cache: Mutable[FLOAT["heads", "capacity", 2]], new: FLOAT["heads", "n", 2], start: INT64[()]
+    ) -> Alias["cache"]:
+        position = start
+        length = op.Shape(new)[1]
+        for _ in range(600):
+            position = position + length
+        return kv.CacheUpdate(cache, new, position)
+
+    found = positions.build(loader.load(program))
+    assert [str(d.offset) for d in found.direct] == ["(600 * n)"]
