@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from onnx_inplace.compiler import errors
 from onnx_inplace.compiler.steps import (
     Block,
@@ -183,13 +185,15 @@ def _guard(action: Action, slot: int, root: str, array: Array) -> Action:
     def act(slots: Slots) -> None:
         action(slots)
         found = slots[slot]
-        if found is not array and address(found) != expected:
-            raise errors.AliasViolation(
-                f"a step left `{root}` at {address(found):#x}; its storage is at {expected:#x}.",
-                root,
-                expected,
-                address(found),
-            )
+        if found is not array:
+            actual = address(found) if isinstance(found, np.ndarray) else 0
+            if actual != expected:
+                raise errors.AliasViolation(
+                    f"a step left `{root}` at {actual:#x}; its storage is at {expected:#x}.",
+                    root,
+                    expected,
+                    actual,
+                )
 
     return act
 

@@ -166,12 +166,13 @@ def test_a_registered_operator_writes_roots_and_makes_new_values(scale) -> None:
     np.testing.assert_array_equal(x, before)
 
 
-def test_a_kernel_that_moves_a_root_is_caught(scale, monkeypatch) -> None:
-    """Its address is compared with the root's, at its step."""
+@pytest.mark.parametrize("result", [np.copy, lambda state: None])
+def test_a_kernel_that_moves_a_root_is_caught(scale, monkeypatch, result) -> None:
+    """Its address is compared with the root's, at its step; to forget it is no better."""
 
     def elsewhere(step: steps.Kernel, settings):
         def act(slots) -> None:
-            slots[step.outputs[0]] = slots[step.inputs[0]].copy()
+            slots[step.outputs[0]] = result(slots[step.inputs[0]])
 
         return act
 
