@@ -156,25 +156,53 @@ def _add_conflicts(nodes: list[ir.Node], facts: Facts, before: list[set[int]]) -
     return conflicts
 
 
+@dataclasses.dataclass
+class _Run:
+    """Nodes, by index, that stand together; special ones each for itself."""
+
+    special: bool
+    nodes: list[int]
+
+
 def _batches(
     nodes: list[ir.Node], facts: Facts, before: list[set[int]]
 ) -> list[ir.Node | tuple[ir.Node, ...]]:
-    """Special and ordinary nodes in turns, each time all that are ready, in program order."""
+    """The order with the fewest sub-sessions.
+
+    It begins with ordinary or with special nodes. Where both are as good, with ordinary ones: what
+    the library refuses is then refused before something is written.
+    """
+    special = [facts.is_special(node) for node in nodes]
     after: list[list[int]] = [[] for _ in nodes]
     for k, needed in enumerate(before):
         for earlier in needed:
             after[earlier].append(k)
+    candidates = []
+    for start in (False, True):
+        runs = _take_turns(special, before, after, start)
+        _sink_constants(nodes, before, after, runs)
+        candidates.append([run for run in runs if run.nodes])
+    best = min(candidates, key=lambda runs: sum(not run.special for run in runs))
+    found: list[ir.Node | tuple[ir.Node, ...]] = []
+    for run in best:
+        members = [nodes[k] for k in run.nodes]
+        found += members if run.special else [tuple(members)]
+    return found
+
+
+def _take_turns(
+    special: list[bool], before: list[set[int]], after: list[list[int]], start: bool
+) -> list[_Run]:
+    """Special and ordinary nodes in turns, each time all that are ready, in program order."""
     waiting = [len(needed) for needed in before]
-    special = [facts.is_special(node) for node in nodes]
     ready: dict[bool, list[int]] = {True: [], False: []}
     for k, count in enumerate(waiting):
         if not count:
             heapq.heappush(ready[special[k]], k)
-    runs: list[list[int]] = []
-    kinds: list[bool] = []
-    turn = True
+    runs: list[_Run] = []
+    turn = start
     while ready[True] or ready[False]:
-        run = []
+        run: list[int] = []
         while ready[turn]:
             k = heapq.heappop(ready[turn])
             run.append(k)
@@ -182,47 +210,33 @@ def _batches(
                 waiting[later] -= 1
                 if not waiting[later]:
                     heapq.heappush(ready[special[later]], later)
-        if run:
-            runs.append(run)
-            kinds.append(turn)
+        runs.append(_Run(turn, run))
         turn = not turn
-    _sink_constants(nodes, before, after, runs, kinds)
-    found: list[ir.Node | tuple[ir.Node, ...]] = []
-    for run, is_special in zip(runs, kinds, strict=True):
-        if is_special:
-            found += [nodes[k] for k in run]
-        elif run:
-            found.append(tuple(nodes[k] for k in run))
-    return found
+    return runs
 
 
 def _sink_constants(
-    nodes: list[ir.Node],
-    before: list[set[int]],
-    after: list[list[int]],
-    runs: list[list[int]],
-    kinds: list[bool],
+    nodes: list[ir.Node], before: list[set[int]], after: list[list[int]], runs: list[_Run]
 ) -> None:
     """Move what is computed from weights alone to its first user.
 
     There the library folds it; as a value between two sub-sessions a transposed weight would be
     computed and kept beside the weight.
     """
-    place = {k: at for at, run in enumerate(runs) for k in run}
+    place = {k: at for at, run in enumerate(runs) for k in run.nodes}
     constant: set[int] = set()
     for k, node in enumerate(nodes):
         if all(v.is_initializer() for v in flat.captures(node) if v.producer() is None) and all(
             earlier in constant for earlier in before[k]
         ):
             constant.add(k)
-    for k in sorted(constant, reverse=True):
+    for k in sorted(constant, reverse=True):  # users before what they use
         at = place[k]
-        users = [place[later] for later in after[k]]
-        target = min(users, default=at)
-        while target > at and kinds[target]:
+        target = min((place[later] for later in after[k]), default=at)
+        while target > at and runs[target].special:
             target -= 1  # a special step uses it: the sub-session before it
-        if kinds[at] or target == at:
+        if runs[at].special or target == at:
             continue
-        runs[at].remove(k)
-        runs[target] = sorted((*runs[target], k))
+        runs[at].nodes.remove(k)
+        runs[target].nodes = sorted((*runs[target].nodes, k))
         place[k] = target

@@ -385,3 +385,16 @@ for source in (test_planner.decoder(3), test_control.BRANCHES, test_control.LOOP
         for seed in ("0", "1", "2")
     }
     assert len(texts) == 1
+
+
+def test_what_may_fail_in_the_library_runs_before_a_write() -> None:
+    """As long as it costs no sub-session: a bad index is then refused with no byte changed."""
+
+    @model
+    def program(
+        cache: Mutable[CACHE], x: NEW, token: INT64[1], position: INT64[()]
+    ) -> tuple[Alias["cache"], FLOAT[1, 4]]:
+        updated = kv.CacheUpdate(cache, x, position)
+        return updated, op.Gather(op.Constant(value=np.ones((8, 4), np.float32)), token)
+
+    assert kinds(compiler.plan(program)) == ["SubSession", "CacheUpdate"]
