@@ -17,6 +17,7 @@ import onnx_ir as ir
 from onnx_inplace.compiler import (
     alias,
     bodies,
+    capacity,
     contract,
     derivation,
     facts,
@@ -241,4 +242,7 @@ def _flatten(verified: Verified, program: Program) -> Loaded:
         declared=derivation.foreign_ports,
     )
     _refuse(aliases.findings)
+    _refuse(
+        capacity.findings(model.graph, aliases.root, mutable, aliases.source, derivation.locate)
+    )
     return Loaded(model, aliases, mutable, program)

@@ -16,7 +16,16 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnx_inplace.compiler import alias, emitter, errors, facts, files, operators, weights
+from onnx_inplace.compiler import (
+    alias,
+    capacity,
+    emitter,
+    errors,
+    facts,
+    files,
+    operators,
+    weights,
+)
 from onnx_inplace.compiler.contract import Access
 
 LOCATION = emitter.LOCATION  # key in ir.Node.meta: the errors.Location of the author's line
@@ -160,6 +169,10 @@ def _analyse_one(
         locate,
         returned=declaration.returned,
     )
-    if aliases.findings:
-        raise errors.ContractError(aliases.findings)
+    graph = declaration.function.graph
+    exceeded = capacity.findings(
+        graph, aliases.root, declaration.mutable, aliases.source, locate
+    )
+    if aliases.findings or exceeded:
+        raise errors.ContractError([*aliases.findings, *exceeded])
     return facts.Analysed(declaration.function, aliases, declaration.access)
