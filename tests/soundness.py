@@ -42,9 +42,7 @@ class Judgement:
     codes: frozenset[str] = frozenset()
 
 
-def judge(
-    example: strategies.Example, *, order: bool = True, run: bool = True, stock: bool = False
-) -> Judgement:
+def judge(example: strategies.Example, *, order: bool = True, run: bool = True) -> Judgement:
     """Decide about a program.
 
     Args:
@@ -52,7 +50,6 @@ def judge(
         order: judge the analysis: what it accepts must give its functional meaning in program
             order on one storage.
         run: load and run what is accepted: judges analysis, plan and runner together.
-        stock: also compare with stock onnxruntime on the same bytes.
 
     Raises:
         Unsound: what the product promises does not hold.
@@ -65,7 +62,7 @@ def judge(
     if order:
         demand(harmless(example, plain), "accepted, but program order on one storage goes wrong")
     if run:
-        _accepted(example, compiled, stock)
+        _accepted(example, compiled)
     return Judgement(Verdict.HOLDS)
 
 
@@ -111,9 +108,9 @@ def _same(a: np.ndarray, b: np.ndarray | None) -> bool:
     return b is not None and a.shape == b.shape and a.ctypes.data == b.ctypes.data
 
 
-def _accepted(example: strategies.Example, compiled: program.Program, stock: bool) -> None:
+def _accepted(example: strategies.Example, compiled: program.Program) -> None:
     model = interpreter.Model.parse(compiled.serialized)
-    reference = _stock(compiled.serialized) if stock else None
+    reference = _stock(compiled.serialized) if example.stock else None
     try:
         session = Session(compiled)
     except errors.InplaceError as error:

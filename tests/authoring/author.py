@@ -158,7 +158,7 @@ class Author(Flow):
             if self.slip():
                 declared = self.pick([None, parameters[self.pick(block.writable)].value.name])
             results.append((self.cache_name(block, k), declared))
-            if self.slip():  # twice, perhaps an older version of it
+            if self.slips and self.chance(8):  # twice, perhaps an older version of it
                 names = [n for n in block.names if n.cache == k and n.shape == CACHE]
                 results.append((self.pick(names), declared))
         for _ in range(self.pick([0, 1, 1, 2])):

@@ -75,8 +75,8 @@ class Block:
             value.shape = ir.Shape([None] * len(shape))
         return made
 
-    def constant(self, array: np.ndarray) -> Name:
-        kind = "number" if array.ndim == 0 else "tensor"
+    def constant(self, array: np.ndarray, small: bool = True) -> Name:
+        kind = "tensor" if array.ndim else "number" if small else "sum"
         return self.node("Constant", [], array.shape, kind=kind, hint="k", value=ir.tensor(array))
 
 

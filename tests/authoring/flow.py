@@ -27,6 +27,8 @@ class Flow(Writes):
             kinds = [self.write, self.write, self.view, self.read, self.call, self.call]
             if self.depth < 2:
                 kinds += [self.branch, self.branch, self.loop, self.loop, self.scan]
+            if self.slip():
+                kinds = [self.reread]
             self.pick(kinds)(block)
 
     def call(self, block: Block) -> None:

@@ -34,7 +34,7 @@ class Values:
         self.counts = [0]  # names given so far, by depth of the block
         self.hidden = False  # an outer name has been given again
         self.symbol: str | None = None  # the capacity's name, where it is declared by one
-        self.slips = self.pick([0, 0, 25, 12, 6])  # one wrong choice in how many; 0: none
+        self.slips = self.pick([0, 0, 20, 10, 4])  # one wrong choice in how many; 0: none
 
     def below(self, count: int) -> int:
         return self.choices.below(count) if count > 1 else 0
@@ -98,7 +98,7 @@ class Values:
 
     def small(self, block: Block, name: Name) -> Name:
         """A value below MODULUS: onnxruntime adds up integers as doubles, exact below 2**53."""
-        modulus = block.constant(np.array(MODULUS))
+        modulus = block.constant(np.array(MODULUS), small=False)
         return block.node("Mod", [name.value, modulus.value], name.shape, hint="z")
 
     def whole(self, block: Block) -> Name:
@@ -152,7 +152,7 @@ class Values:
         known = [n for n in block.names if n.kind == "truth"]
         if known and self.chance(2):
             return self.pick(known[::-1])
-        limit = block.constant(np.array(self.below(60)))
+        limit = block.constant(np.array(self.below(60)), small=False)
         op = self.pick(["Greater", "Less"])
         return block.node(op, [self.number(block).value, limit.value], (), kind="truth", hint="q")
 

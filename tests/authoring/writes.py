@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from authoring.block import CACHE, DOMAIN, SHAPES, Block, Name
+from authoring.block import CACHE, DOMAIN, SHAPES, TOKEN, Block, Name
 from authoring.values import Values
 
 
@@ -44,6 +44,18 @@ class Writes(Values):
         result = self.view_of(block, self.cache_name(block, cache))
         if result.shape == CACHE and self.chance(2) and cache in block.writable:
             block.current[cache] = result
+
+    def reread(self, block: Block) -> None:
+        """A name or a view is kept over a write, and read, written or returned after it."""
+        cache = self.pick(list(block.current))
+        kept = self.view_of(block, block.current[cache])
+        if cache in block.writable:
+            block.current[cache] = self.pick(WRITERS)(self, block, block.current[cache])
+        axes = block.constant(np.array(range(len(kept.shape))))
+        inputs = [kept.value, axes.value]
+        total = block.node("ReduceSum", inputs, (), keepdims=0, hint="sum", kind="sum")
+        token = next(n for n in reversed(block.names) if n.shape == TOKEN and n.cache is None)
+        block.node("Add", [token.value, total.value], TOKEN, hint="a")
 
     def view_of(self, block: Block, name: Name) -> Name:
         x, rank = name.value, len(name.shape)
