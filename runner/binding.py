@@ -170,7 +170,7 @@ class Binding:
             if not array.flags.c_contiguous:
                 self._refuse_lent(port, storage.interval(array))
                 array = np.ascontiguousarray(array)
-            elif array is value or array.ndim:  # a number that was converted has its own memory
+            elif type(value) is not int:  # a number that was converted has its own memory
                 start = address(array)
                 if lent(start, start + array.nbytes):
                     self._refuse_lent(port, Interval(start, start + array.nbytes))

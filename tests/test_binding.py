@@ -160,6 +160,17 @@ def test_inputs_stay_away_from_all_lent_storage(session, cache) -> None:
         step.run(new=other[:, 1:3], position=0)  # it has been given back
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_position_in_lent_storage_is_an_overlap_too(session, cache, shape) -> None:
+    place = np.zeros(2, np.int64)
+    counter = Session(counted)
+    with session.bind(cache=cache) as step, counter.bind(cache=place):
+        with pytest.raises(errors.SharedStorage) as caught:
+            step.run(new=tokens(), position=place[:1].reshape(shape))
+        assert caught.value.name == "position"
+    assert not cache.any()
+
+
 def test_any_layout_of_an_input_is_read_as_it_says(session, cache) -> None:
     """Case 95. What is only read may be read-only, strided or repeated."""
     base = np.arange(48, dtype=np.float32).reshape(4, 3, 4)
