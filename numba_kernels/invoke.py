@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba import prange, types
 from numba.extending import intrinsic
 
-from onnx_inplace.numba_kernels.memory import on_demand
+from onnx_inplace.numba_kernels.memory import load_int64, on_demand, store_int64
 
 _INT = ir.IntType(64)
 _ARGUMENTS = 11
@@ -38,6 +38,20 @@ def _call(typing_context, function, arguments):
 def invoke(function, layout, query, key, value, output, lengths, mask, sinks, space, workers):
     """Run ``function`` on the calling thread, as the first of ``workers``."""
     _call(function, (layout, query, key, value, output, lengths, mask, sinks, space, 0, workers))
+
+
+@on_demand("void(" + ",".join(["int64"] * 8) + ")")
+def invoke_arrays(function, layout, query, key, value, output, lengths, space):
+    """Like :func:`invoke` without mask and sinks, for array objects: ``id(...) + FIELD`` of each.
+
+    ``space`` is workspace of int64; its first items become 0 and 1, as kernels that count expect.
+    """
+    workspace = load_int64(space)
+    store_int64(workspace, 0)
+    store_int64(workspace + 8, 1)
+    query, key, value = load_int64(query), load_int64(key), load_int64(value)
+    output, lengths = load_int64(output), load_int64(lengths)
+    _call(function, (layout, query, key, value, output, lengths, 0, 0, workspace, 0, 1))
 
 
 @on_demand(SIGNATURE, parallel=True)

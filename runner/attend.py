@@ -26,7 +26,7 @@ from onnx_inplace.numba_kernels import (
     specialise,
     vector,
 )
-from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.numba_kernels.memory import FIELD, address
 from onnx_inplace.runner import threads
 from onnx_inplace.runner.actions import Array, Settings
 
@@ -117,6 +117,7 @@ class Kernels:
     def __init__(self, settings: Settings, shape: Shape) -> None:
         self.threads, self.shape = settings.threads, shape
         self.serial = invoke.invoke.ready()
+        self.serial_arrays = invoke.invoke_arrays.ready()
         self.parallel = invoke.invoke_parallel.ready() if settings.threads > 1 else None
         self.portable: int = attention.attend.ready().address
         self.decode: types.ModuleType | None = None
@@ -150,6 +151,7 @@ class Call:
         self._layout_address = address(self._layout)
         self._all = np.full(p.batch, p.capacity, np.int64)
         self._kernels, self._serial = kernels, kernels.serial
+        self._serial_arrays = kernels.serial_arrays
         self._products = p.batch * p.heads * p.tokens * p.head_size
         self._long = (
             PARALLEL // max(self._products, 1) if kernels.parallel is not None else p.capacity
@@ -194,6 +196,35 @@ class Call:
         else:
             self._run_serial(places)
             self._policy.serial_took(self._products * longest, time.perf_counter() - start)
+
+    def on_arrays(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        output: Array,
+        lengths: Array | None,
+        root: str,
+    ) -> None:
+        """Like a call, for arrays without mask and sinks: every layer of a decoder comes here."""
+        if lengths is None:
+            lengths = self._all
+        p = self.problem
+        if longest_length(root, lengths, p.batch, p.capacity) > self._long:
+            at = address(query), address(key), address(value), address(output)
+            self(*at, lengths, root)
+            return
+        workspace = np.empty(self._workspace, np.int64)
+        self._serial_arrays(
+            self._kernel,
+            self._layout_address,
+            id(query) + FIELD,
+            id(key) + FIELD,
+            id(value) + FIELD,
+            id(output) + FIELD,
+            id(lengths) + FIELD,
+            id(workspace) + FIELD,
+        )
 
     def _run_serial(self, places: tuple[int, ...]) -> None:
         workspace = np.empty(self._workspace, np.int64)

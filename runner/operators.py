@@ -14,7 +14,7 @@ import numpy as np
 
 from onnx_inplace.compiler import errors, steps
 from onnx_inplace.numba_kernels import dense
-from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.numba_kernels.memory import FIELD, address
 from onnx_inplace.runner.actions import Action, Array, Settings, Slots
 
 WORKSPACE = 1 << 16  # bytes; rows are reordered in pieces of at most this size
@@ -148,7 +148,6 @@ def _update(step: steps.Kernel, axis: int, batch_axis: int, circular: bool) -> A
     cache_slot, values_slot, output, root = _ports(step)
     position_slot = step.inputs[2] if len(step.inputs) > 2 else None
     zero = np.zeros((), np.int64)
-    kernel = dense.update_circular if circular else dense.update
     geometries: dict[tuple[tuple[int, ...], tuple[int, ...]], _Geometry] = {}
 
     def act(slots: Slots) -> None:
@@ -171,7 +170,8 @@ def _update(step: steps.Kernel, axis: int, batch_axis: int, circular: bool) -> A
             row = 0 if position.ndim else None
             raise errors.CapacityError(root, start, length, capacity, row)
         if geometry.rows:
-            to, source = address(cache), address(values)
+            kernel = dense.update_circular_arrays if circular else dense.update_arrays
+            to, source = id(cache) + FIELD, id(values) + FIELD
             kernel(to, source, geometry.rows, capacity, length, geometry.token, start)
         slots[output] = cache
 

@@ -56,15 +56,11 @@ def attention(step: steps.Kernel, settings: Settings) -> Action:
             problem = _problem(attributes, query, key, value, mask, lengths is not None)
             call = calls.put(shapes, Call(problem, kernels))
         target = result(slots, output, reuse, call.shape, query.dtype)
-        call(
-            address(query),
-            address(key),
-            address(value),
-            address(target),
-            lengths,
-            root,
-            0 if mask is None else address(mask),
-        )
+        if mask is None:
+            call.on_arrays(query, key, value, target, lengths, root)
+        else:
+            at = address(query), address(key), address(value), address(target)
+            call(*at, lengths, root, address(mask))
 
     return act
 
