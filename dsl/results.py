@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnx_inplace.compiler.diagnosis import VARIABLE
 from onnx_inplace.compiler.errors import Location
 from onnx_inplace.dsl import literals, notation, parameters, recorder, structures
 from onnx_inplace.dsl.tensor import Operand
@@ -54,7 +55,9 @@ class _Collector:
         if not r.is_unknown(value):
             own = r.owner(value) is r.blocks[0] and not value.is_initializer()
             if not own or any(value is v for v in (*self.values, *self.inputs.values())):
-                [value] = r.emit("", "Identity", [value], outputs=[name], location=location)
+                [again] = r.emit("", "Identity", [value], outputs=[name], location=location)
+                again.meta[VARIABLE] = value.meta.get(VARIABLE)  # what the author calls it
+                value = again
             r.names.take(value, name)
             if typed is not None:
                 self.declare(value, *typed)

@@ -447,3 +447,15 @@ def test_a_function_reports_where_it_stands() -> None:
             return x + i
 
     assert refused(declare) == [("E102", 3)]
+
+
+def test_faults_of_results_stand_at_the_return() -> None:
+    def declare() -> None:
+        @model
+        def program(cache: Mutable[Cache], new: New) -> tuple[Cache, Alias["cache"]]:
+            fresh = new * 2.0
+            kept = fresh
+            return cache, kept
+
+    assert refused(declare) == [("E111", 5), ("E110", 5)]
+    assert "`cache` is the storage of `cache`" in reasons(declare)
