@@ -5,12 +5,14 @@ from onnx_inplace.compiler.loader import Loaded, load
 from onnx_inplace.compiler.planner import plan
 from onnx_inplace.compiler.program import CheckedFunction, Declaration, Program, build, save
 from onnx_inplace.compiler.recovery import restore
+from onnx_inplace.compiler.shapes import ShapesContext
 
 __all__ = [
     "CheckedFunction",
     "Declaration",
     "Loaded",
     "Program",
+    "ShapesContext",
     "build",
     "explain",
     "load",

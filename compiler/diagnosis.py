@@ -46,6 +46,18 @@ def called(value: ir.Value) -> str:
     return f"`{variable or value.name}`"
 
 
+_FIXED_CAPACITY = (
+    "Storage does not grow: give the cache all of its capacity, and write with "
+    "`kv.CacheUpdate(cache, values, position)`."
+)
+
+
+def _grows(value: ir.Value) -> bool:
+    """Whether a value is longer than what it was made from: a cache as it is without capacity."""
+    node = value.producer()
+    return node is not None and node.domain == "" and node.op_type == "Concat"
+
+
 def _copy(value: ir.Value) -> str:
     """How the author writes a copy of it."""
     variable = value.meta.get(VARIABLE, value.name)
@@ -261,7 +273,9 @@ class Diagnosis:
             f"as {_storage(end)}."
         )
         repair = "Carry every state as itself: `kv.Assign` replaces its content."
-        if end is None:
+        if _grows(result):
+            repair = _FIXED_CAPACITY
+        elif end is None:
             repair = f"Write the state with `kv.Assign`, or begin with {_copy(initial)}."
         elif start is None:
             repair = f"Carry {_copy(result)}, or begin with {called(end)}."
@@ -289,6 +303,8 @@ class Diagnosis:
         what = "new storage" if other is None else f"the READ_ONLY {called(other)}"
         text = f'{called(value)} is declared as `Alias["{root.name}"]` but is {what}.'
         repair = f"Write it with `kv.Assign({root.name}, ...)`, or declare its type instead."
+        if _grows(value):
+            repair = _FIXED_CAPACITY
         return self._result("E110", value, text, repair)
 
     def undeclared(self, value: ir.Value, root: ir.Value) -> Finding:
