@@ -8,6 +8,7 @@ import argparse
 
 import tokenizer
 import weights
+from config import SMOLLM2_135M
 from decoder import Precision
 from generate import ELEMENTS, Conversation, compiled
 from measured import Measured
@@ -69,7 +70,10 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--max-length", type=int, default=2048, help="tokens that the caches hold")
     parser.add_argument("--limit", type=int, default=256, help="tokens of an answer, at most")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.max_length > SMOLLM2_135M.context:
+        parser.error(f"the model was made for at most {SMOLLM2_135M.context:,} tokens")
+    return options
 
 
 if __name__ == "__main__":
