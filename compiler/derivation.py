@@ -59,9 +59,9 @@ def all_nodes(proto: Any) -> Iterator[tuple[str, Any]]:
 
 
 def unreadable(error: Exception) -> ModelFileError:
-    """What onnx-ir says about a model that it cannot represent."""
+    """What a library, or the analysis, says about a model that it cannot represent."""
     reason = str(error.__cause__ or error).strip().splitlines()[0]
-    return ModelFileError("model", f"onnx-ir cannot read it: {reason}")
+    return ModelFileError("model", f"this is no model that can be read: {reason}")
 
 
 class Derivation:
@@ -131,7 +131,10 @@ class Derivation:
         inputs = {v.name: v for v in block.inputs}
         mutable = [v for v, a in zip(block.inputs, access, strict=True) if a is Access.READ_WRITE]
         roots = [None if name is None else inputs.get(name) for name in returns]
-        aliases = alias.analyze(block, mutable, roots, self._callee, locate, foreign_ports)
+        try:
+            aliases = alias.analyze(block, mutable, roots, self._callee, locate, foreign_ports)
+        except ValueError as error:  # a call leaves out an input that is needed inside
+            raise unreadable(error) from None
         self.findings += aliases.findings
         return Analysed(block, aliases, tuple(access))
 

@@ -225,8 +225,20 @@ def _flatten(verified: Verified, program: Program) -> Loaded:
     model = verified.model
     try:
         flat.flatten(model)
+        aliases = _analyse(model, verified)
     except (ir.serde.SerdeError, ValueError) as error:
         raise derivation.unreadable(error) from None
+    _refuse(aliases.findings)
+    pairs = zip(model.graph.inputs, verified.access, strict=True)
+    mutable = [value for value, access in pairs if access is Access.READ_WRITE]
+    _refuse(
+        capacity.findings(model.graph, aliases.root, mutable, aliases.source, derivation.locate)
+    )
+    return Loaded(model, aliases, mutable, program)
+
+
+def _analyse(model: ir.Model, verified: Verified) -> alias.AliasMap:
+    """Roots and versions once more, of the flat graph."""
     inputs = {str(v.name): v for v in model.graph.inputs}
     mutable = [
         v
@@ -234,15 +246,10 @@ def _flatten(verified: Verified, program: Program) -> Loaded:
         if a is Access.READ_WRITE
     ]
     returns = [None if name is None else inputs[name] for name in verified.returns]
-    aliases = alias.analyze(
+    return alias.analyze(
         model.graph,
         mutable,
         returns,
         locate=derivation.locate,
         declared=derivation.foreign_ports,
     )
-    _refuse(aliases.findings)
-    _refuse(
-        capacity.findings(model.graph, aliases.root, mutable, aliases.source, derivation.locate)
-    )
-    return Loaded(model, aliases, mutable, program)

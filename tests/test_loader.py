@@ -469,6 +469,19 @@ def left_out(proto: Any) -> None:
     proto.graph.node[0].input[1] = ""
 
 
+def call_without_an_input(proto: Any) -> None:
+    append = next(f for f in proto.functions if f.name == "twice").node[1]
+    assert append.op_type == "append"
+    append.input[0] = ""
+
+
+def test_a_call_that_leaves_out_what_is_needed() -> None:
+    proto = annotated("calls")
+    call_without_an_input(proto)
+    with pytest.raises(errors.InplaceError):
+        compiler.load(proto.SerializeToString())
+
+
 @pytest.mark.parametrize("breaks", [left_out, unsorted, undefined, duplicate, no_producer])
 def test_invalid_graphs(breaks: Callable[[Any], None]) -> None:
     proto = annotated("chain")
