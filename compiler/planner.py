@@ -71,7 +71,7 @@ class _Planner:
         self.model = loaded.model
         self.graph = loaded.model.graph
         self.aliases = loaded.aliases
-        self.mutable = list(loaded.mutable)
+        self.mutable = frozenset(loaded.mutable)
         self.facts = partition.Facts(loaded.aliases, loaded.mutable)
         self.fixed = fixed.FixedShapes(self.graph)
         self.escaping = lifetimes.escaping(self.graph, self.facts)

@@ -70,14 +70,12 @@ class SubSessionRunner:
     def _unbound(self) -> Action:
         run = self._session.run
         inputs = [(p.name, p.slot) for p in self._step.inputs]
-        names, slots_out = (
-            [p.name for p in self._step.outputs],
-            [p.slot for p in self._step.outputs],
-        )
+        outputs = [p.slot for p in self._step.outputs]
+        names = [p.name for p in self._step.outputs]
 
         def act(slots: Slots) -> None:
             results = run(names, {name: slots[slot] for name, slot in inputs}, None)
-            for slot, result in zip(slots_out, results, strict=True):
+            for slot, result in zip(outputs, results, strict=True):
                 slots[slot] = result
 
         return act
@@ -119,18 +117,17 @@ class SubSessionRunner:
             else:
                 bind_input(port.name, _CPU, port.code, array.shape, address(array))
         fresh, unknown = [], []
-        for index, port in enumerate(self._outputs):
+        for port in self._outputs:
             if port.value.storage is Storage.BUFFER:
                 array = frame.buffer(block, port.slot)
                 bind_output(port.name, _CPU, port.code, array.shape, address(array))
             elif port.value.fixed:
                 fresh.append((port.slot, port.name, port.code, frame.shapes[port.slot], port.dtype))
             else:
-                unknown.append((port.slot, port.name, index, port.dtype))
-        # get_outputs has the order in which they were bound first
-        order = [p.name for p in self._outputs if p.value.storage is Storage.BUFFER]
-        order += [name for _, name, *_ in fresh] + [name for _, name, *_ in unknown]
-        unknown = [(slot, name, order.index(name), dtype) for slot, name, _, dtype in unknown]
+                unknown.append((port.slot, port.name, port.dtype))
+        # get_outputs has the order in which they were bound first: buffers, fresh ones, unknown
+        # ones
+        known = len(self._outputs) - len(unknown)
         run, options, empty = self._session.run_with_iobinding, ort.RunOptions(), np.empty
 
         def act(slots: Slots) -> None:
@@ -143,12 +140,11 @@ class SubSessionRunner:
             if not unknown:
                 run(binding, options)
                 return
-            for _, name, _, _ in unknown:
+            for _, name, _ in unknown:
                 bind_output(name, _CPU)  # or the result of the last run would be overwritten
             run(binding, options)
-            results = get_outputs()
-            for slot, _, index, dtype in unknown:
-                slots[slot] = _to_numpy(results[index], dtype)
+            for (slot, _, dtype), value in zip(unknown, get_outputs()[known:], strict=True):
+                slots[slot] = _to_numpy(value, dtype)
 
         return act
 
