@@ -58,7 +58,7 @@ class Heads:
     token: int
 
     @staticmethod
-    def of(array: Array, heads: int, size: int, first: int = 0) -> Heads:
+    def of(array: Array, size: int) -> Heads:
         """Strides of (batch, heads, tokens, size), or of (batch, tokens, heads * size) packed."""
         if array.ndim == 4:
             return Heads(array.strides[0], array.strides[1], array.strides[2])
@@ -101,14 +101,9 @@ class Shape:
     def fits(self, problem: Problem) -> bool:
         """Whether a call is of this shape."""
         p = problem
-        return (p.kinds[1], p.head_size, p.heads // p.kv_heads) == (
-            self.kind,
-            self.size,
-            self.group,
-        ) and (
-            p.kinds[2],
-            p.value_size,
-        ) == (self.kind, self.size)
+        group = p.heads // p.kv_heads
+        given = p.kinds[1], p.kinds[2], p.head_size, p.value_size, group
+        return given == (self.kind, self.kind, self.size, self.size, self.group)
 
 
 class Kernels:

@@ -122,7 +122,7 @@ def _problem(
         )
     if not (key.flags.c_contiguous and value.flags.c_contiguous):
         raise errors.StorageMismatch("Attention: K and V are C-contiguous")
-    query_at = Heads.of(query, heads, head_size)
+    query_at = Heads.of(query, head_size)
     output = (
         Heads(heads * tokens * value_size, tokens * value_size, value_size)
         if query.ndim == 4
@@ -142,8 +142,8 @@ def _problem(
         head_size=head_size,
         value_size=value_size,
         query=query_at,
-        key=Heads.of(key, kv_heads, head_size),
-        value=Heads.of(value, kv_heads, value_size),
+        key=Heads.of(key, head_size),
+        value=Heads.of(value, value_size),
         output=Heads(output.batch * item, output.head * item, output.token * item),
         kinds=(KINDS[query.dtype], KINDS[key.dtype], KINDS[value.dtype], KINDS[query.dtype]),
         left=attributes.get("left_window_size", -1),

@@ -111,24 +111,18 @@ def group_query_attention(step: steps.Kernel, settings: Settings) -> Action:
             else (None, None)
         )
         prompt = query.shape[1] == total
-        shapes = (
-            query.shape,
-            None if key is None else key.shape,
-            past_key.shape,
-            prompt,
-            None if mask is None else mask.shape,
-            None if cosines is None else cosines.shape,
-        )
+        arrays = query, key, value, past_key, past_value, mask, cosines, sines
+        shapes = prompt, *[None if array is None else array.shape for array in arrays]
         ready = calls.get(shapes)
         if ready is None:
             ready = _prepare(
-                step, kernels, query, key, value, past_key, past_value, mask, cosines, prompt
+                step, kernels, query, key, value, past_key, past_value, mask, cosines, sines, prompt
             )
             calls.put(shapes, ready)
         batch, tokens = query.shape[:2]
         capacity = past_key.shape[2]
         starts = np.zeros(batch, np.int64) if prompt else lengths - tokens
-        _check(root, starts, tokens, lengths, capacity)
+        _check(root, starts, tokens, lengths, batch, capacity)
         positions = None
         if cosines is not None:
             given = value_of(slots, "position_ids")
@@ -192,6 +186,8 @@ def _refuse(step: steps.Kernel, slot: dict[str, int | None]) -> None:
     for name, default in _REFUSED_ATTRIBUTES.items():
         if step.attributes.get(name, default) != default:
             raise refuse(f"{name}={step.attributes[name]}")
+    if (slot["key"] is None) != (slot["value"] is None):
+        raise refuse("key and value are both inputs, or both packed into query")
     if slot["past_key"] is None or slot["past_value"] is None:
         raise refuse("no past_key and past_value to write to")
     if len(step.outputs) > 3 and step.outputs[3] is not None:
@@ -206,11 +202,11 @@ def _refuse(step: steps.Kernel, slot: dict[str, int | None]) -> None:
         raise refuse("do_rotary without cos_cache and sin_cache")
 
 
-def _check(root: str, starts: Array, tokens: int, lengths: Array, capacity: int) -> None:
-    if starts.shape != lengths.shape:
-        raise errors.StorageMismatch(
-            f"{root}: seqlens_k {list(lengths.shape)} for {starts.size} rows"
-        )
+def _check(
+    root: str, starts: Array, tokens: int, lengths: Array, batch: int, capacity: int
+) -> None:
+    if lengths.shape != (batch,):
+        raise errors.StorageMismatch(f"{root}: seqlens_k {list(lengths.shape)} for {batch} rows")
     for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
         if not 0 <= start <= capacity - tokens:
             raise errors.CapacityError(root, start, tokens, capacity, row)
@@ -230,6 +226,8 @@ def _check_positions(positions: Array, shape: tuple[int, int], limit: int) -> No
 
 def _sinks(given: Array | None, smooth: bool, heads: int) -> Array | None:
     if given is not None:
+        if given.shape != (heads,):
+            raise errors.StorageMismatch(f"head_sink {list(given.shape)} for {heads} heads")
         return np.ascontiguousarray(given, dtype=np.float32)
     return np.zeros(heads, np.float32) if smooth else None
 
@@ -244,6 +242,7 @@ def _prepare(
     past_value: Array,
     mask: Array | None,
     cosines: Array | None,
+    sines: Array | None,
     prompt: bool,
 ) -> _Ready:
     attributes = step.attributes
@@ -259,6 +258,8 @@ def _prepare(
             f"caches {list(past_key.shape)}"
         )
     item, rotated = query.itemsize, 0 if cosines is None else 2 * cosines.shape[1]
+    if cosines is not None and (sines is None or sines.shape != cosines.shape):
+        raise errors.StorageMismatch("cos_cache and sin_cache differ in shape")
     if rotated > head_size:
         raise errors.StorageMismatch(f"cos_cache of {rotated // 2} angles for heads of {head_size}")
     packed = Heads(tokens * width * item, head_size * item, width * item)
@@ -267,7 +268,7 @@ def _prepare(
     if rotated:  # rotated queries stay in float32
         query_at = Heads(tokens * heads * head_size * 4, head_size * 4, heads * head_size * 4)
         query_kind = 0
-    cache_at = Heads.of(past_key, kv_heads, head_size)
+    cache_at = Heads.of(past_key, head_size)
 
     def layout(count: int, source: Heads, kind: int, target: Heads, rotated: int) -> Array:
         angle = cosines if cosines is not None else query

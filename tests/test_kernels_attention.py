@@ -340,6 +340,7 @@ class Gqa:
     packed: bool = False
     rotary: int = 0  # rotated elements of a head
     bias: bool = False
+    sink: bool = False
     dtype: str = "float32"
 
     def inputs(self, rng, k, v, tokens, starts):
@@ -354,8 +355,9 @@ class Gqa:
             f(angles).astype(DTYPES[self.dtype]) if self.rotary else None for f in (np.cos, np.sin)
         ]
         bias = make(1, self.heads, tokens, total) if self.bias else None
+        sink = make(self.heads) if self.sink else None
         lengths = (np.array(starts) + tokens - 1).astype(np.int32)
-        return [query, *new, k, v, lengths, np.array(total, np.int32), *tables, None, bias]
+        return [query, *new, k, v, lengths, np.array(total, np.int32), *tables, None, bias, sink]
 
     def all_attributes(self):
         return {
@@ -409,6 +411,8 @@ GQAS = {
     "window": Gqa(6, 2, 64, {"local_window_size": 5}),
     "softcap": Gqa(6, 2, 64, {"softcap": 3.0, "scale": 0.5}),
     "smooth": Gqa(6, 2, 64, {"smooth_softmax": 1}),
+    "sink": Gqa(6, 2, 64, {}, sink=True),
+    "sink_portable": Gqa(4, 2, 8, {"local_window_size": 3}, sink=True),
     "odd_size": Gqa(6, 2, 24, {}),
     "bias": Gqa(6, 2, 64, {}, bias=True),
     "float16": Gqa(3, 1, 64, {}, rotary=64, dtype="float16"),
@@ -458,6 +462,33 @@ def test_group_query_attention_beyond_the_capacity_writes_nothing():
         run(step, slots, Settings())
     e = caught.value
     assert (e.cache, e.position, e.length, e.capacity, e.batch) == ("keys", 8, 1, 8, 1)
+    np.testing.assert_array_equal((k, v), before)
+
+
+def test_group_query_attention_refuses_what_does_not_fit_and_writes_nothing():
+    gqa, rng = GQAS["rotary"], np.random.default_rng(5)
+    k, v = (rng.standard_normal((1, 3, 8, 64), dtype=np.float32) for _ in "kv")
+    before = k.copy(), v.copy()
+    good = gqa.inputs(rng, k, v, 1, [3])
+    wrong = {
+        1: good[1][:, :, :64],
+        4: v[:, :2].copy(),
+        5: np.array([3, 3], np.int32),
+        8: good[8][:4],
+    }
+    for place, array in wrong.items():
+        inputs = [array if i == place else x for i, x in enumerate(good)]
+        attributes = gqa.all_attributes()
+        node = "com.microsoft", "GroupQueryAttention", inputs, 3, attributes, {1: "k", 2: "v"}
+        with pytest.raises(errors.StorageMismatch):
+            run(*kernel(*node), Settings())
+    short = [x[:3] if i in (7, 8) else x for i, x in enumerate(good)]  # no angles for position 3
+    with pytest.raises(errors.CapacityError) as caught:
+        run(
+            *kernel("com.microsoft", "GroupQueryAttention", short, 3, attributes, {1: "k"}),
+            Settings(),
+        )
+    assert (caught.value.position, caught.value.capacity) == (3, 3)
     np.testing.assert_array_equal((k, v), before)
 
 
