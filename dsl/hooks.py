@@ -38,12 +38,17 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "in_": lambda a, b: a in b,
     "not_in": lambda a, b: a not in b,
 }
-_REASONS = {
-    "leaves": "a block that depends on a tensor cannot return, break, continue or have an else "
-    "after a loop: assign a variable instead, and decide with it.",
-    "binds": "the test of a while over a tensor cannot assign (:=): assign before it, and at the "
-    "end of the block.",
-    "target": "a loop over tensors assigns plain variables.",
+_REASONS = {  # and what to do
+    "leaves": (
+        "a block that depends on a tensor cannot return, break, continue or have an else after a "
+        "loop.",
+        "Assign a variable instead, and decide with it.",
+    ),
+    "binds": (
+        "the test of a while over a tensor cannot assign (:=).",
+        "Assign before the loop, and at the end of its block.",
+    ),
+    "target": ("a loop over tensors assigns plain variables.", "Unpack in the block."),
 }
 
 
@@ -76,7 +81,9 @@ def decides(test: Any, line: int, reason: str) -> Any:
     """The test of a block that leaves: Python executes it, so it is a Python value."""
     if not isinstance(test, Operand):
         return test
-    recorder.current().fault(_REASONS[reason], location=Location(places.user_line().file, line))
+    message, repair = _REASONS[reason]
+    location = Location(places.user_line().file, line)
+    recorder.current().fault(message, location=location, repair=repair)
     return False
 
 
@@ -84,7 +91,9 @@ def iterates(items: Any, line: int, reason: str) -> Any:
     """What a loop goes over that leaves early."""
     if not isinstance(items, Operand | iteration.Range | iteration.Scanned):
         return items
-    recorder.current().fault(_REASONS[reason], location=Location(places.user_line().file, line))
+    message, repair = _REASONS[reason]
+    location = Location(places.user_line().file, line)
+    recorder.current().fault(message, location=location, repair=repair)
     return ()
 
 

@@ -19,12 +19,15 @@ def standard(name: str, *inputs: Any, **attributes: Any) -> ir.Value:
     return apply(Operator("", name, None), inputs, attributes)[0]
 
 
+_HELP = "Look up what {0} takes, in the operators of ONNX."
+
+
 class Wrong(Exception):
     """Arguments that an operator cannot take."""
 
-    def __init__(self, message: str, code: str = "E100") -> None:
+    def __init__(self, message: str, code: str = "E100", repair: str | None = None) -> None:
         super().__init__(message)
-        self.code = code
+        self.code, self.repair = code, repair
 
 
 def apply(
@@ -57,11 +60,12 @@ def apply(
             if v is not None
         ]
     except (Wrong, literals.Lost) as error:
-        code = "E102" if isinstance(error, literals.Lost) else error.code
-        r.fault(f"{operator.name}: {error}.", code)
+        if isinstance(error, literals.Lost):
+            error = Wrong(str(error), "E102", "Write a number that survives, or convert.")
+        r.fault(f"{operator.name}: {error}.", error.code, repair=error.repair)
         return [r.unknown() for _ in range(count)]
     except (TypeError, ValueError, OverflowError) as error:
-        r.fault(f"{operator.name}: {error}.")
+        r.fault(f"{operator.name}: {error}.", repair=_HELP.format(operator.name))
         return [r.unknown() for _ in range(count)]
     results = r.emit(operator.domain, operator.name, values, attrs, version=version, outputs=count)
     for value, (type_, shape) in zip(results, types, strict=False):
@@ -167,9 +171,9 @@ def _bind(known: Signature | None, bound: dict[str, ir.Value], formal: Formal, x
     elif expected != dtype:
         names = recorder.called(other), recorder.called(x)
         raise Wrong(
-            f"{names[0]} is {expected.name}, {names[1]} is {dtype.name}; convert one of them with "
-            "op.Cast(x, to=...)",
+            f"{names[0]} is {expected.name}, {names[1]} is {dtype.name}",
             "E102",
+            "Convert one of them: op.Cast(x, to=...).",
         )
     if known is not None and not _allowed(known, formal.type, dtype):
         name = recorder.called(x)

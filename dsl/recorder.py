@@ -25,6 +25,9 @@ SOURCE = "onnx_inplace.source"  # key in NodeProto.metadata_props: file.py:line
 SMALL = 256  # bytes; larger constants of a model are initializers, which a file may keep outside
 
 
+_SEE = "`onnx-inplace explain E100` shows what the language has."
+
+
 class Kind(enum.Enum):
     """What is recorded: a function has no initializers."""
 
@@ -75,11 +78,12 @@ class Recorder:
         code: str = "E100",
         location: Location | None = None,
         part: str | None = None,
+        repair: str | None = None,
     ) -> None:
         """Note a fault; recording goes on, so that the next one is found as well.
 
         A call is reported once: a helper that thirty layers use has one fault, not thirty. ``part``
-        tells several faults of one call apart.
+        tells several faults of one call apart. ``repair`` is advice for this fault.
         """
         frame = places.user_frame()
         where: object = (frame.f_lasti, part)
@@ -88,7 +92,8 @@ class Recorder:
         else:
             location, where = location or self.place, message
         if self._reported.setdefault((code, location, where), message) is message:
-            self.findings.append(Finding(code, message, location))
+            repair = repair or (_SEE if code == "E100" else None)
+            self.findings.append(Finding(code, message, location, repair))
 
     @contextlib.contextmanager
     def at(self, location: Location) -> Iterator[None]:
@@ -99,13 +104,13 @@ class Recorder:
         finally:
             self.place = before
 
-    def stop(self, message: str, code: str = "E100") -> typing.NoReturn:
+    def stop(self, message: str, code: str = "E100", repair: str | None = None) -> typing.NoReturn:
         """Note a fault that Python cannot go on from.
 
         Raises:
             ContractError: always, with all faults so far.
         """
-        self.fault(message, code)
+        self.fault(message, code, repair=repair)
         raise ContractError(self.findings)
 
     def unknown(self, name: str = "unknown") -> ir.Value:
@@ -136,8 +141,8 @@ class Recorder:
             self.declared_opset = version
         elif self.opset != version:
             self.fault(
-                f"{what} is of opset {version}, and what is recorded before it of {self.opset}; "
-                f"let the decorator say `opset={version}`, or use one opset."
+                f"{what} is of opset {version}, and what is recorded before it of {self.opset}.",
+                repair=f"Let the decorator say `opset={version}`, or use one opset.",
             )
 
     # -- names
@@ -204,8 +209,8 @@ class Recorder:
         if not any(owner is block for block in self.blocks):
             self.fault(
                 f"{called(value)} was made inside of a block that depends on a tensor, and has "
-                "left it through a list, a nonlocal or an attribute; assign a variable there, and "
-                "read that variable."
+                "left it through a list, a nonlocal or an attribute.",
+                repair="Assign a variable in the block, and read that variable.",
             )
             return self.unknown()
         return value

@@ -30,8 +30,8 @@ class Operand(abc.ABC):
         """Note a fault: a tensor has no content while the graph is built."""
         recorder.current().fault(
             f"Python decides on the tensor {recorder.called(self.value)} here. Only if, for, "
-            "while, and, or, not and comparisons in the text of a @model or @function can; pass "
-            "the decision in as a Python value, or use op.Where."
+            "while, and, or, not and comparisons in the text of a @model or @function can.",
+            repair="Decide there, pass the decision in as a Python value, or use op.Where.",
         )
         return False
 
@@ -81,8 +81,9 @@ class Operand(abc.ABC):
         """Fault: tensors are values."""
         recorder.current().fault(
             f"{recorder.called(self.value)} is a tensor, and tensors are values: items cannot "
-            "be assigned. Write into a cache with kv.CacheUpdate, or make a new tensor with "
-            "op.ScatterND or op.Where."
+            "be assigned.",
+            repair="Write into a cache with kv.CacheUpdate, or make a new tensor with "
+            "op.ScatterND or op.Where.",
         )
 
     # -- what is known

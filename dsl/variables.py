@@ -11,6 +11,8 @@ import onnx_ir as ir
 from onnx_inplace.compiler.errors import Location
 from onnx_inplace.dsl import recorder, structures, tensor
 
+_REPAIR = "Let it have a tensor of one type on every way that leads here."
+
 
 class Undefined(tensor.Operand):
     """What a variable holds that has no value here. Using it is a fault that says why."""
@@ -24,22 +26,27 @@ class Undefined(tensor.Operand):
     def value(self) -> ir.Value:
         """A fault."""
         r = recorder.current()
-        r.fault(f"`{self.name}` has no value here: {self.reason}.", self.code)
+        r.fault(f"`{self.name}` has no value here: {self.reason}.", self.code, repair=_REPAIR)
         return r.unknown(self.name)
+
+    def stop(self) -> NoReturn:
+        """Fault: Python cannot go on."""
+        message = f"`{self.name}` has no value here: {self.reason}."
+        recorder.current().stop(message, self.code, _REPAIR)
 
     def __getattr__(self, name: str) -> NoReturn:
         """Fault: there is nothing that could have an attribute."""
         if name.startswith("__"):
             raise AttributeError(name)
-        recorder.current().stop(f"`{self.name}` has no value here: {self.reason}.")
+        self.stop()
 
     def __hash__(self) -> int:
         """Fault: there is nothing to look up."""
-        recorder.current().stop(f"`{self.name}` has no value here: {self.reason}.", self.code)
+        self.stop()
 
     def __format__(self, spec: str) -> str:
         """Fault: there is nothing to write."""
-        recorder.current().stop(f"`{self.name}` has no value here: {self.reason}.", self.code)
+        self.stop()
 
     def __repr__(self) -> str:
         return f"<`{self.name}` has no value: {self.reason}>"

@@ -1,6 +1,8 @@
 # ruff: noqa: F841, RUF059  (programs as authors write them, faulty ones among them)
 """@function, its Python arguments, its name; other domains; functions of onnxscript."""
 
+import concurrent.futures
+
 import numpy as np
 import onnx
 import onnx.reference
@@ -416,3 +418,34 @@ def test_the_same_source_gives_the_same_bytes() -> None:
         return program.serialized
 
     assert make() == make()
+
+
+def test_a_model_may_be_made_while_another_is_recorded() -> None:
+    made = []
+
+    @model
+    def outer(x: FLOAT["n"]) -> FLOAT["n"]:
+        y = x + 1.0
+
+        @model
+        def inner(x: FLOAT["n"]) -> FLOAT["n"]:
+            return x * 3.0
+
+        made.append(inner)
+        return y * 2.0
+
+    assert one(outer, x=[1]) == [4] and one(made[0], x=[1]) == [3]
+
+
+def test_models_are_recorded_in_any_thread() -> None:
+    def make(k: int) -> bytes:
+        @model(opset=18)
+        def program(x: FLOAT["n"]) -> FLOAT["n"]:
+            for _ in range(20):
+                x = opset18.Relu(x * float(k))
+            return x
+
+        return program.serialized
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(make, range(8))) == list(map(make, range(8)))
