@@ -143,7 +143,7 @@ class SubSessionRunner:
             for _, name, _ in unknown:
                 bind_output(name, _CPU)  # or the result of the last run would be overwritten
             run(binding, options)
-            for (slot, _, dtype), value in zip(unknown, get_outputs()[known:], strict=True):
+            for (slot, _, dtype), value in zip(unknown, list(get_outputs())[known:], strict=True):
                 slots[slot] = _to_numpy(value, dtype)
 
         return act
