@@ -170,9 +170,7 @@ def _analyse_one(
         returned=declaration.returned,
     )
     graph = declaration.function.graph
-    exceeded = capacity.findings(
-        graph, aliases.root, declaration.mutable, aliases.source, locate
-    )
+    exceeded = capacity.findings(graph, aliases.root, declaration.mutable, aliases.source, locate)
     if aliases.findings or exceeded:
         raise errors.ContractError([*aliases.findings, *exceeded])
     return facts.Analysed(declaration.function, aliases, declaration.access)
