@@ -188,6 +188,9 @@ class _Judge:
         size = self.known.integer(value)
         if size is not None:
             return expression(size)
+        found = self.known.affine(value)  # at once: a long chain of sums is no deep recursion
+        if found is not None and found[0].shape is not None and len(found[0].shape) == 0:
+            return sympy.Symbol(f"{found[0].name}", integer=True) + expression(found[1])
         node = value.producer()
         if node is None:
             scalar = value.shape is not None and len(value.shape) == 0
