@@ -40,15 +40,15 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 _REASONS = {  # and what to do
     "leaves": (
-        "a block that depends on a tensor cannot return, break, continue or have an else after a "
+        "A block that depends on a tensor cannot return, break, continue or have an else after a "
         "loop.",
         "Assign a variable instead, and decide with it.",
     ),
     "binds": (
-        "the test of a while over a tensor cannot assign (:=).",
+        "The test of a while over a tensor cannot assign (:=).",
         "Assign before the loop, and at the end of its block.",
     ),
-    "target": ("a loop over tensors assigns plain variables.", "Unpack in the block."),
+    "target": ("A loop over tensors assigns plain variables.", "Unpack in the block."),
 }
 
 

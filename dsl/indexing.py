@@ -47,7 +47,7 @@ def index(x: ir.Value, key: Any) -> ir.Value:
     if not all(_is_whole(r, k) for _, k in gathers):
         return r.unknown()
     if sum(_rank_of_index(k) > 0 for _, k in gathers) > 1:
-        r.fault("only one index can be a list or a tensor of rank 1; use op.GatherND for several.")
+        r.fault("Only one index can be a list or a tensor of rank 1; use op.GatherND for several.")
         return r.unknown()
     if _is_torn(keys):
         r.fault(
@@ -72,7 +72,7 @@ def _expanded(r: recorder.Recorder, x: ir.Value, key: Any) -> list[Any] | None:
         r.fault(f"{name} has {rank} dimensions, and {used} indices.", "E102")
         return None
     if len(dots) > 1:
-        r.fault("an index has one `...` at most.")
+        r.fault("An index has one `...` at most.")
         return None
     if not dots:
         return keys
@@ -101,7 +101,7 @@ def _is_torn(keys: list[Any]) -> bool:
 def _is_whole(r: recorder.Recorder, k: Any) -> bool:
     if isinstance(k, ir.Value):
         if k.dtype == ir.DataType.BOOL:
-            r.fault("an index of BOOL selects a number of elements that is not known: op.Compress.")
+            r.fault("An index of BOOL selects a number of elements that is not known: op.Compress.")
             return False
         if k.dtype is not None and not literals.is_integer_type(k.dtype):
             r.fault(f"{recorder.called(k)} is {k.dtype.name}: an index is a whole number.", "E102")
@@ -139,10 +139,10 @@ def _slice(r: recorder.Recorder, x: ir.Value, slices: list[tuple[int, slice]]) -
         step = 1 if s.step is None else s.step
         if isinstance(step, ir.Value):
             if s.start is None or s.stop is None:
-                r.fault("a slice with a tensor as step needs both of its bounds.")
+                r.fault("A slice with a tensor as step needs both of its bounds.")
                 return r.unknown()
         elif step == 0:
-            r.fault("the step of a slice is zero.")
+            r.fault("The step of a slice is zero.")
             return r.unknown()
         backwards = not isinstance(step, ir.Value) and step < 0
         starts.append((_LAST if backwards else 0) if s.start is None else s.start)

@@ -38,7 +38,7 @@ class Range:
         start, stop, step = {1: (0, *bounds, 1), 2: (*bounds, 1), 3: bounds}[len(bounds)]
         start, stop, step = (_scalar(r, x) for x in (start, stop, step))
         if not isinstance(step, ir.Value) and step == 0:
-            r.stop("range with step 0.")
+            r.stop("A range with step 0.")
         if isinstance(start, int) and start == 0 and isinstance(step, int) and step == 1:
             return Range(stop, 0, 1)
         # (stop - start + step -+ 1) / step, cut towards zero: the number of steps, or negative

@@ -97,7 +97,7 @@ def _arguments(
         if name not in known.attributes:
             choice = [*known.attributes, *names]
             near = difflib.get_close_matches(name, choice, 1)
-            hint = f"did you mean `{near[0]}`?" if near else f"there is {', '.join(choice)}"
+            hint = f"it has `{near[0]}`" if near else f"there is {', '.join(choice)}"
             raise Wrong(f"no attribute is called `{name}`: {hint}")
     for name in known.required:
         if name not in rest:

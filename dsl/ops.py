@@ -60,13 +60,13 @@ def _check(operator: Operator) -> None:
     version = operator.version or r.opset
     if operator.domain == "" and operator.name in _CONTROL:
         r.stop(
-            f"write Python's if, for, while instead of op.{operator.name}, and for a Scan "
+            f"Write Python's if, for, while instead of op.{operator.name}, and for a Scan "
             "`for x in scan(xs)`."
         )
     known = operator.domain not in ("", contract.DOMAIN)
     if not known and signature(operator.domain, operator.name, version) is None:
         where = operator.domain or "ONNX"
-        r.stop(f"there is no operator {operator.name} in {where}, opset {version}.")
+        r.stop(f"There is no operator {operator.name} in {where}, opset {version}.")
 
 
 def opset(version: int) -> Operators:

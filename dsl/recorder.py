@@ -322,7 +322,7 @@ class Recorder:
             return found[1]
         holder = self.names.holder(name)
         if exact and holder is not None and holder.producer() is None:
-            self.fault(f"two weights, or a weight and a parameter, are called `{name}`.")
+            self.fault(f"Two weights, or a weight and a parameter, are called `{name}`.")
             return self.unknown(name)
         value = self.value("constant", ir.TensorType(tensor.dtype), _shape(tensor))
         if exact:
@@ -365,7 +365,7 @@ def current() -> Recorder:
     """
     recorder = _current.get(None)
     if recorder is None:
-        message = "tensors can only be used while a @model or @function is recorded."
+        message = "Tensors can only be used while a @model or @function is recorded."
         raise ContractError([Finding("E100", message, places.user_line())])
     return recorder
 

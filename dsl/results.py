@@ -133,7 +133,7 @@ def collect(
     """Take apart what was returned."""
     if r.returned is None or result is None:
         r.fault(
-            "nothing is returned: a model or function returns its results.", location=r.location
+            "Nothing is returned: a model or function returns its results.", location=r.location
         )
         return Results([], [], None)
     names, is_tuple, location = r.returned

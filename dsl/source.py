@@ -60,7 +60,7 @@ def definition(f: types.FunctionType) -> ast.FunctionDef:
                     copy: ast.FunctionDef = _copied(node)
                     return copy
     message = (
-        f"the source of `{f.__name__}` is not found: functions from a prompt, from exec, or from "
+        f"The source of `{f.__name__}` is not found: functions from a prompt, from exec, or from "
         "a file that changed since it was imported cannot be recorded. Write it in a file."
     )
     raise ContractError([Finding("E100", message, place(f))])

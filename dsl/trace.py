@@ -67,7 +67,7 @@ class Subject:
         try:
             hints = notation.evaluated(f, namespace)
         except Exception as error:  # whatever the author's annotations raise
-            message = f"an annotation of {f.__name__} cannot be evaluated here: {error}."
+            message = f"An annotation of {f.__name__} cannot be evaluated here: {error}."
             raise ContractError([Finding("E100", message, location)]) from error
         for p in signature.parameters.values():
             if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):

@@ -386,7 +386,7 @@ def test_only_plain_functions_are_recorded() -> None:
 def test_functions_without_source_are_refused() -> None:
     variables: dict = {}
     exec('def f(x: FLOAT["n"]) -> FLOAT["n"]:\n    return x', {"FLOAT": FLOAT}, variables)
-    with pytest.raises(errors.ContractError, match="source"):
+    with pytest.raises(errors.ContractError, match="source of"):
         model(variables["f"])
 
 

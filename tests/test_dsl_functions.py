@@ -377,7 +377,7 @@ def test_what_an_operator_lacks_is_said() -> None:
             return x
 
     assert refused(declare) == [("E100", line) for line in range(3, 9)]
-    assert "did you mean `axis`" in reasons(declare)
+    assert "it has `axis`" in reasons(declare)
 
 
 def test_an_operator_that_does_not_exist_is_said() -> None:
