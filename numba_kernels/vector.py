@@ -154,9 +154,10 @@ class Emitter:
             self.prefetch(self.add(address, distance + offset))
 
     def exp2(self, x: Value) -> Value:
-        """2**x for x <= 0, relative error 2e-7; x below -126 counts as -126."""
+        """2**x for x <= 0, relative error 2e-7; x below -126 counts as -126, NaN stays NaN."""
         b = self.builder
-        x = self.maximum(x, self.constant(-126.0))
+        lowest = self.constant(-126.0)
+        x = b.select(b.fcmp_ordered("<", x, lowest), lowest, x)
         whole = self._intrinsic(f"llvm.nearbyint.v{LANES}f32", VECTOR, [x])
         fraction = b.fsub(x, whole)
         power = self.constant(1.540353039338161e-4)

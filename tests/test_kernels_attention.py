@@ -168,6 +168,20 @@ def test_window(how, tokens, left):
     close(y, expected, "float32")
 
 
+@path
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("cache", ["key", "value"])
+def test_nan_among_valid_tokens_is_not_lost(how, tokens, cache):
+    rng = np.random.default_rng(0)
+    lengths = np.array([50])
+    k, v = caches(rng, 1, 2, 60, 64, np.float32, lengths)
+    {"key": k, "value": v}[cache][0, 1, 20] = np.nan  # the second kv head only
+    q = rng.standard_normal((1, 6, tokens, 64), dtype=np.float32)
+    inputs = [q, k, v, None, None, None, lengths]
+    (y,) = run(*kernel("", "Attention", inputs, 1, {"is_causal": 1}), how)
+    assert np.isfinite(y[0, :3]).all() and np.isnan(y[0, 3:]).all()
+
+
 def test_two_threads_may_call_at_once():
     rng = np.random.default_rng(0)
     lengths = np.array([4000])
