@@ -6,6 +6,7 @@ import inspect
 
 import ml_dtypes
 import numpy as np
+import onnxruntime
 import pytest
 
 from onnx_inplace import Session, compiler, errors
@@ -210,3 +211,19 @@ def test_there_is_no_way_to_opt_out() -> None:
     """Case 94. Checks are not a mode."""
     assert list(inspect.signature(Session).parameters) == ["source", "threads"]
     assert list(inspect.signature(Session.run).parameters) == ["self", "feeds", "writable"]
+
+
+def test_threads_of_a_session_are_no_business_of_other_sessions() -> None:
+    """The pool of the process, once made, is forced upon every session of onnxruntime."""
+    session = Session(append, threads=2)
+    cache = session.allocate("cache", batch=1, heads=1, capacity=2)
+    new = np.ones((2, 1, 1, 1, 4), np.float32)
+    with session.bind(cache=cache) as step:
+        step.run(new=new, position=0)
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        stock = onnxruntime.InferenceSession(
+            append.serialized, options, providers=["CPUExecutionProvider"]
+        )
+        updated, _ = stock.run(None, {"cache": cache, "new": new, "position": np.array(0)})
+        np.testing.assert_array_equal(updated, cache)
