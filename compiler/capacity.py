@@ -99,9 +99,11 @@ class _Judge:
         mutable: Sequence[ir.Value],
     ):
         self.known, self.roots, self.mutable = known, roots, mutable
+        self.sums: dict[ir.Value, sympy.Expr] = {}
 
     def block(self, graph: ir.Graph, counters: _Counters) -> Iterator[Judgement]:
         for node in graph:
+            self.learn(node, counters)
             for r in conditions.requirements(node, self.roots, self.mutable):
                 if r.kind is not Kind.SHAPE:
                     yield self.judgement(r, counters)
@@ -185,32 +187,34 @@ class _Judge:
             return None
         if value in counters:
             return counters[value].symbol
+        if value in self.sums:
+            return self.sums[value]
         size = self.known.integer(value)
         if size is not None:
             return expression(size)
-        found = self.known.affine(value)  # at once: a long chain of sums is no deep recursion
-        if found is not None and found[0].shape is not None and len(found[0].shape) == 0:
-            return sympy.Symbol(f"{found[0].name}", integer=True) + expression(found[1])
-        node = value.producer()
-        if node is None:
-            scalar = value.shape is not None and len(value.shape) == 0
-            is_input = value.is_graph_input() and value.dtype in (
-                ir.DataType.INT64,
-                ir.DataType.INT32,
-            )
-            return sympy.Symbol(f"{value.name}", integer=True) if scalar and is_input else None
-        if node.domain:
-            return None
+        is_number = value.is_graph_input() and value.dtype in _INTEGERS
+        if is_number and value.shape is not None and len(value.shape) == 0:
+            return sympy.Symbol(f"{value.name}", integer=True)
+        return None
+
+    def learn(self, node: ir.Node, counters: _Counters) -> None:
+        """Follow numbers through a node; in program order, so that no chain is too long."""
+        if node.domain or len(node.outputs) != 1 or node.outputs[0].dtype not in _INTEGERS:
+            return
         if node.op_type in _KEEPS:
-            return self.expression(node.inputs[0], counters)
-        if node.op_type not in _ARITHMETIC:
-            return None
-        left, right = (self.expression(v, counters) for v in node.inputs)
-        if left is None or right is None:
-            return None
-        return sympy.expand(_ARITHMETIC[node.op_type](left, right))
+            number = self.expression(node.inputs[0], counters)
+        elif node.op_type in _ARITHMETIC:
+            left, right = (self.expression(v, counters) for v in node.inputs)
+            if left is None or right is None:
+                return
+            number = sympy.expand(_ARITHMETIC[node.op_type](left, right))
+        else:
+            return
+        if number is not None:
+            self.sums[node.outputs[0]] = number
 
 
+_INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)
 _KEEPS = {"Identity", "Reshape", "Squeeze", "Unsqueeze"}
 _ARITHMETIC = {
     "Add": lambda a, b: a + b,
