@@ -286,8 +286,10 @@ def _pairs(
 def _reshapes(value: ir.Value) -> bool:
     """Whether a name of storage has a shape of its own."""
     node = value.producer()
-    found = None if node is None else rule(node)
-    return found is not None and found.effect is Effect.VIEW and node.op_type != "Identity"
+    if node is None or node.op_type == "Identity":
+        return False
+    found = rule(node)
+    return found is not None and found.effect is Effect.VIEW
 
 
 def _origin(value: ir.Value) -> str:
