@@ -54,14 +54,27 @@ class Judgement:
     reason: str = ""
 
 
+class Guarded(enum.Enum):
+    """What can never fit, in a block that a run may leave out."""
+
+    REFUTED = "refuted"  # as an author wrote it, it is a mistake
+    OPEN = "open"  # with the arguments of a call put in, it may be what the test is there for
+
+
 def judge(
     graph: ir.Graph,
     roots: Mapping[ir.Value, ir.Value],
     mutable: Sequence[ir.Value],
     source: Mapping[ir.Value, ir.Value],
+    guarded: Guarded = Guarded.REFUTED,
 ) -> Iterator[Judgement]:
     """All requirements of a graph and its bodies that bound positions, indices or lengths."""
-    yield from _Judge(extents.Extents(graph, source), roots, mutable).block(graph, {})
+    known = extents.Extents(graph, source)
+    for judgement, runs in _Judge(known, roots, mutable).block(graph, {}, True):
+        if judgement.verdict is Verdict.REFUTED and not runs and guarded is Guarded.OPEN:
+            yield dataclasses.replace(judgement, verdict=Verdict.OPEN)
+        else:
+            yield judgement
 
 
 def findings(
@@ -70,10 +83,11 @@ def findings(
     mutable: Sequence[ir.Value],
     source: Mapping[ir.Value, ir.Value],
     locate: Locate,
+    guarded: Guarded = Guarded.REFUTED,
 ) -> list[Finding]:
     """E112 for every write or read that fits in no run, one for each node."""
     found: dict[ir.Node | None, Finding] = {}
-    for judgement in judge(graph, roots, mutable, source):
+    for judgement in judge(graph, roots, mutable, source, guarded):
         node = judgement.requirement.node
         if judgement.verdict is Verdict.REFUTED and node not in found:
             found[node] = Finding("E112", judgement.reason, locate(node))
@@ -101,16 +115,26 @@ class _Judge:
         self.known, self.roots, self.mutable = known, roots, mutable
         self.sums: dict[ir.Value, sympy.Expr] = {}
 
-    def block(self, graph: ir.Graph, counters: _Counters) -> Iterator[Judgement]:
+    def block(
+        self, graph: ir.Graph, counters: _Counters, runs: bool
+    ) -> Iterator[tuple[Judgement, bool]]:
+        """Judgements, and whether every run comes to the node; ``runs``: to the block."""
         for node in graph:
             self.learn(node, counters)
             for r in conditions.requirements(node, self.roots, self.mutable):
                 if r.kind is not Kind.SHAPE:
-                    yield self.judgement(r, counters)
+                    yield self.judgement(r, counters), runs
             if is_control(node):
                 inside = counters | self.counter(node)
                 for body in bodies(node):
-                    yield from self.block(body, inside)
+                    yield from self.block(body, inside, runs and self.surely_runs(node))
+
+    def surely_runs(self, node: ir.Node) -> bool:
+        """Whether the body of a node runs at least once, in every run."""
+        if node.op_type != "Loop" or node.inputs[1] is not None:
+            return False
+        count = None if node.inputs[0] is None else self.expression(node.inputs[0], {})
+        return count is not None and bool(count.is_positive)
 
     def counter(self, node: ir.Node) -> _Counters:
         """The iteration number of a Loop. Without a trip count its end is not known."""

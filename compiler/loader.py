@@ -232,7 +232,14 @@ def _flatten(verified: Verified, program: Program) -> Loaded:
     pairs = zip(model.graph.inputs, verified.access, strict=True)
     mutable = [value for value, access in pairs if access is Access.READ_WRITE]
     _refuse(
-        capacity.findings(model.graph, aliases.root, mutable, aliases.source, derivation.locate)
+        capacity.findings(
+            model.graph,
+            aliases.root,
+            mutable,
+            aliases.source,
+            derivation.locate,
+            capacity.Guarded.OPEN,
+        )
     )
     return Loaded(model, aliases, mutable, program)
 

@@ -1,8 +1,9 @@
 """Whether a write fits, as far as sizes tell: proved, refuted (E112), or open until a run."""
 
+import numpy as np
 import pytest
 
-from onnx_inplace import compiler, errors
+from onnx_inplace import Session, compiler, errors
 from onnx_inplace.compiler import capacity
 from onnx_inplace.compiler.capacity import Verdict
 from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, function, kv, model, op
@@ -158,3 +159,23 @@ def test_what_a_call_makes_known_is_refused_when_it_is_loaded():
     with pytest.raises(errors.ContractError) as caught:
         compiler.load(program)
     assert [f.code for f in caught.value.findings] == ["E112"]
+
+
+def test_what_a_test_guards_is_left_to_the_run():
+    """An argument makes a guarded write impossible: the branch is there to leave it out."""
+
+    @function
+    def push(c: Mutable[FLOAT[8, 4]], v: FLOAT[1, 4], p: SCALAR) -> Alias["c"]:
+        if p > 0:
+            c = kv.CacheUpdate(c, v, p - 1)
+        return kv.CacheUpdate(c, v, p)
+
+    @model
+    def program(c: Mutable[FLOAT[8, 4]], v: FLOAT[1, 4]) -> Alias["c"]:
+        return push(c, v, 0)
+
+    session = Session(program)
+    c = session.allocate("c")
+    with session.bind(c=c) as step:
+        assert step.run(v=np.ones((1, 4), np.float32))[0] is c
+    assert c[0].all() and not c[1:].any()
