@@ -17,7 +17,7 @@ import onnxruntime
 import strategies
 
 from onnx_inplace import Session
-from onnx_inplace.compiler import errors, program
+from onnx_inplace.compiler import errors, loader, program
 
 MARGIN, FENCE = 16, 0x5A5A
 
@@ -62,8 +62,26 @@ def judge(example: strategies.Example, *, order: bool = True, run: bool = True) 
     if order:
         demand(harmless(example, plain), "accepted, but program order on one storage goes wrong")
     if run:
-        _accepted(example, compiled)
+        try:
+            loaded = loader.load(compiled)
+        except errors.ContractError as error:
+            return _never_fits(example, plain, error)
+        _accepted(example, compiled, loaded)
     return Judgement(Verdict.HOLDS)
+
+
+def _never_fits(
+    example: strategies.Example, plain: bytes, error: errors.ContractError
+) -> Judgement:
+    """What a call makes known is decided on the flat model: that a write fits in no run (E112)."""
+    codes = frozenset(f.code for f in error.findings)
+    demand(codes == {"E112"}, f"compiled, but not loaded: {error}")
+    model, verdict = interpreter.Model.parse(plain), Verdict.NEEDLESS
+    try:
+        interpreter.functional(model, {**example.feeds[0], **example.storage})
+    except interpreter.OutOfRange:
+        verdict = Verdict.REFUSED  # else the write stands in a branch that was not taken
+    return Judgement(verdict, codes)
 
 
 def _refused(example: strategies.Example, plain: bytes, error: errors.ContractError) -> Judgement:
@@ -108,13 +126,15 @@ def _same(a: np.ndarray, b: np.ndarray | None) -> bool:
     return b is not None and a.shape == b.shape and a.ctypes.data == b.ctypes.data
 
 
-def _accepted(example: strategies.Example, compiled: program.Program) -> None:
+def _accepted(
+    example: strategies.Example, compiled: program.Program, loaded: loader.Loaded
+) -> None:
     model = interpreter.Model.parse(compiled.serialized)
     reference = _stock(compiled.serialized) if example.stock else None
     try:
-        session = Session(compiled)
+        session = Session(loaded)
     except errors.InplaceError as error:
-        raise Unsound(f"compiled, but not loaded: {error}") from error
+        raise Unsound(f"compiled, but no session: {error}") from error
     fences = {name: _fenced(array) for name, array in example.storage.items()}
     storage = {name: array for name, (array, _) in fences.items()}
     kept: list[tuple[np.ndarray, np.ndarray]] = []
