@@ -73,15 +73,17 @@ def judge(example: strategies.Example, *, order: bool = True, run: bool = True) 
 def _never_fits(
     example: strategies.Example, plain: bytes, error: errors.ContractError
 ) -> Judgement:
-    """What a call makes known is decided on the flat model: that a write fits in no run (E112)."""
+    """What a call makes known is decided on the flat model: a write that fits in no run (E112)."""
     codes = frozenset(f.code for f in error.findings)
     demand(codes == {"E112"}, f"compiled, but not loaded: {error}")
-    model, verdict = interpreter.Model.parse(plain), Verdict.NEEDLESS
-    try:
-        interpreter.functional(model, {**example.feeds[0], **example.storage})
-    except interpreter.OutOfRange:
-        verdict = Verdict.REFUSED  # else the write stands in a branch that was not taken
-    return Judgement(verdict, codes)
+    model = interpreter.Model.parse(plain)
+    for feed in example.feeds:
+        try:
+            interpreter.functional(model, {**feed, **example.storage})
+        except interpreter.OutOfRange:
+            continue
+        raise Unsound(f"refused as if it fitted in no run, but it fits: {error}")
+    return Judgement(Verdict.REFUSED, codes)
 
 
 def _refused(example: strategies.Example, plain: bytes, error: errors.ContractError) -> Judgement:
