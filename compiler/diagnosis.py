@@ -310,7 +310,10 @@ class Diagnosis:
     def undeclared(self, value: ir.Value, root: ir.Value) -> Finding:
         """E111: mutable storage would leave without a word."""
         text = f"{called(value)} is the storage of {called(root)}, but is not declared so."
-        repair = f'Declare it as `Alias["{root.name}"]`, or return {_copy(value)}.'
+        repair = (
+            f'Declare this result as `Alias["{root.name}"]` behind the `->` of the function, or '
+            f"return {_copy(value)}."
+        )
         return self._result("E111", value, text, repair)
 
     def another_root(self, value: ir.Value, declared: ir.Value, root: ir.Value) -> Finding:

@@ -27,7 +27,12 @@ def read(path: str | os.PathLike[str]) -> Parts:
     Raises:
         ModelFileError: no such file, or it is no model.
     """
-    path = Path(path)
+    try:
+        path = Path(path)
+    except TypeError:
+        raise TypeError(
+            f"a model is a path, the bytes of a file or a program, not {type(path).__name__}"
+        ) from None
     try:
         data = path.read_bytes()
     except OSError as error:

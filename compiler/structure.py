@@ -35,21 +35,24 @@ def check(proto: Any, path: str) -> None:
         onnx.checker.check_model(bare.SerializeToString())
     except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
         raise ModelFileError(path, f"this is no valid ONNX model: {str(error).strip()}") from None
-    for nodes in (proto.graph.node, *(f.node for f in proto.functions)):
-        _check_blocks(nodes, path)
+    _check_blocks(proto.graph.node, path, frozenset())
+    for function in proto.functions:
+        names = (*function.attribute, *(a.name for a in function.attribute_proto))
+        _check_blocks(function.node, path, frozenset(names))
 
 
-def _check_blocks(nodes: Iterable[Any], path: str) -> None:
+def _check_blocks(nodes: Iterable[Any], path: str, known: frozenset[str]) -> None:
+    """``known``: attributes of the function around, which its nodes can refer to."""
     for node in nodes:
         graphs = {a.name: a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH}
-        fault = _missing_input(node)
+        fault = _missing_input(node) or _unknown_reference(node, known)
         if fault is None and node.domain in ("", "ai.onnx"):
             fault = _fault(node, graphs)
         if fault is not None:
             name = node.output[0] if node.output else node.name
             raise ModelFileError(path, f"this is no valid ONNX model: `{name}`: {fault}.")
         for graph in graphs.values():
-            _check_blocks(graph.node, path)
+            _check_blocks(graph.node, path, known)
 
 
 def _missing_input(node: Any) -> str | None:
@@ -60,6 +63,15 @@ def _missing_input(node: Any) -> str | None:
     for parameter, name in zip(formal, node.input, strict=False):
         if not name and parameter.option == onnx.defs.OpSchema.FormalParameterOption.Single:
             return f"{node.op_type} needs its input `{parameter.name}`"
+    return None
+
+
+def _unknown_reference(node: Any, known: frozenset[str]) -> str | None:
+    """An attribute that takes the value of one that no function around has."""
+    for attribute in node.attribute:
+        name = attribute.ref_attr_name
+        if name and name not in known:
+            return f"{attribute.name} refers to an attribute `{name}` of no function"
     return None
 
 

@@ -38,15 +38,18 @@ def condition(test: Operand, what: str) -> ir.Value:
     name = recorder.called(value)
     if value.dtype not in (None, ir.DataType.BOOL):
         r.fault(
-            f"`{what}` decides on a BOOL, and {name} is {value.dtype.name}: compare it.", "E102"
+            f"`{what}` decides on a BOOL, and {name} is {value.dtype.name}.",
+            "E102",
+            repair="Compare it with something.",
         )
         return r.unknown()
     if value.shape is not None and value.shape.rank() > 0:
         if any(d != 1 for d in value.shape) or value.shape.rank() > 1:
             r.fault(
-                f"`{what}` decides on one BOOL, and {name} has shape {value.shape}: reduce it, "
-                "for example with op.ReduceMin.",
+                f"`{what}` decides on one BOOL, and {name} has shape {value.shape}.",
                 "E102",
+                repair="Reduce what it compares to a scalar, for example with "
+                "`op.ReduceMax(x, keepdims=0)`.",
             )
             return r.unknown()
         return standard("Reshape", value, r.constant(literals.literal([], ir.DataType.INT64)))

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 
@@ -81,6 +81,10 @@ class Binding:
         """Give the arrays back, whatever happened."""
         self.close()
 
+    def __reduce__(self) -> NoReturn:
+        """Not copied, not pickled: the right to storage is exclusive."""
+        raise TypeError("a Binding cannot be copied or pickled: bind other arrays to the session.")
+
     @property
     def closed(self) -> bool:
         """Whether the arrays have been given back."""
@@ -121,6 +125,7 @@ class Binding:
             errors.StorageMismatch: type or shape of an argument.
             errors.SharedStorage: an argument overlaps storage that is lent to any binding.
             errors.CapacityError: a position or a length leaves a cache.
+            errors.OperatorError: a standard operator cannot compute with these values.
             errors.DirtyState: an earlier run failed after it had written.
         """
         if not self._running.acquire(blocking=False):

@@ -79,7 +79,7 @@ class Prechecks:
         if checks.sliced is not None:
             options = onnxruntime.SessionOptions()
             options.intra_op_num_threads = options.inter_op_num_threads = 1
-            options.log_severity_level = 3
+            options.log_severity_level = 4  # faults are raised
             # Nothing to gain, and onnxruntime 1.32 loses results of an If when its optimizer
             # inlines an If in one of its branches whose condition is a constant.
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -136,7 +136,10 @@ class Prechecks:
 
         def check(slots: Slots) -> None:
             feeds = {name: slots[slot] for name, slot in inputs}
-            number, *values = run(names, {**vectors, **feeds}, None)[0].tolist()
+            try:
+                number, *values = run(names, {**vectors, **feeds}, None)[0].tolist()
+            except Exception as error:
+                raise errors.OperatorError(f"positions cannot be computed: {error}") from None
             if number:
                 position, length, capacity, place = values
                 bound = sliced.bounds[number - 1]

@@ -12,6 +12,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Iterable, Mapping
+from typing import NoReturn
 
 import numpy as np
 import onnx_ir as ir
@@ -157,6 +158,10 @@ class Session:
         return name in self.ports_by_name or any(
             port.startswith(f"{name}.") for port in self.ports_by_name
         )
+
+    def __reduce__(self) -> NoReturn:
+        """Not copied, not pickled: what is loaded belongs to this process."""
+        raise TypeError("a Session cannot be copied or pickled: make one of the same model.")
 
     # What follows serves Binding.
 

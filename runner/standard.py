@@ -74,7 +74,11 @@ class SubSessionRunner:
         names = [p.name for p in self._step.outputs]
 
         def act(slots: Slots) -> None:
-            results = run(names, {name: slots[slot] for name, slot in inputs}, None)
+            feeds = {name: slots[slot] for name, slot in inputs}
+            try:
+                results = run(names, feeds, None)
+            except Exception as error:
+                raise errors.OperatorError(str(error)) from None
             for slot, result in zip(outputs, results, strict=True):
                 slots[slot] = result
 
@@ -92,7 +96,10 @@ class SubSessionRunner:
                 binding.bind_input(port.name, _CPU, port.code, array.shape, address(array))
             for port in outputs:
                 binding.bind_output(port.name, _CPU)
-            session.run_with_iobinding(binding, options)
+            try:
+                session.run_with_iobinding(binding, options)
+            except Exception as error:
+                raise errors.OperatorError(str(error)) from None
             for port, result in zip(outputs, binding.get_outputs(), strict=True):
                 array = _to_numpy(result, port.dtype)
                 slots[port.slot] = array
@@ -137,12 +144,14 @@ class SubSessionRunner:
             for slot, name, code, shape, dtype in fresh:
                 slots[slot] = array = empty(shape, dtype)
                 bind_output(name, _CPU, code, shape, address(array))
-            if not unknown:
-                run(binding, options)
-                return
             for _, name, _ in unknown:
                 bind_output(name, _CPU)  # or the result of the last run would be overwritten
-            run(binding, options)
+            try:
+                run(binding, options)
+            except Exception as error:
+                raise errors.OperatorError(str(error)) from None
+            if not unknown:
+                return
             for (slot, _, dtype), value in zip(unknown, list(get_outputs())[known:], strict=True):
                 slots[slot] = _to_numpy(value, dtype)
 

@@ -462,6 +462,7 @@ ERRORS = [
     errors.CapacityError("cache", -1, 3, 8),
     errors.PageError("pages", 3, "missing"),
     errors.AliasViolation("moved", "updated", 16, 32),
+    errors.OperatorError("modulo by zero"),
     errors.DirtyState("failed", (("cache", 3, 2),)),
 ]
 

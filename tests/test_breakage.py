@@ -1,0 +1,95 @@
+"""Odd models, arrays and copies: refused in words, never half done."""
+
+import copy
+import pickle
+
+import numpy as np
+import onnx
+import pytest
+
+from onnx_inplace import Session, compiler, errors
+from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, kv, model, op
+
+ONE = np.ones((1, 4), np.float32)
+
+
+@model
+def modulo(
+    cache: Mutable[FLOAT["s", 4]], values: FLOAT["n", 4], position: INT64[()], by: INT64[()]
+) -> Alias["cache"]:
+    return kv.CacheUpdate(cache, values, position % by)
+
+
+@model
+def gathered(
+    cache: Mutable[FLOAT["s", 4]], values: FLOAT["n", 4], rows: INT64["k"]
+) -> tuple[Alias["cache"], FLOAT["k", 4]]:
+    cache = kv.CacheUpdate(cache, values, 0)
+    return cache, op.Gather(cache, rows)
+
+
+@model
+def scattered(
+    cache: Mutable[FLOAT["b", "s", 4]], values: FLOAT["b", "n", 4], start: INT64["b"]
+) -> Alias["cache"]:
+    return op.TensorScatter(cache, values, start, axis=1)
+
+
+def test_a_position_that_cannot_be_computed_changes_nothing(capfd) -> None:
+    session = Session(modulo)
+    cache = session.allocate("cache", s=4)
+    with session.bind(cache=cache) as step:
+        with pytest.raises(errors.OperatorError, match=r"^positions cannot .* modulo by zero"):
+            step.run(values=ONE, position=1, by=0)
+        assert not cache.any()
+        step.run(values=ONE, position=5, by=4)  # nothing was written: not dirty
+        assert cache[1].all()
+    assert "modulo" not in capfd.readouterr().err  # said once, by the error
+
+
+def test_an_operator_that_fails_behind_a_write_leaves_a_dirty_binding() -> None:
+    session = Session(gathered)
+    cache = session.allocate("cache", s=4)
+    with session.bind(cache=cache) as step:
+        for _ in range(2):  # the first run of a shape, and a prepared one
+            with pytest.raises(errors.OperatorError, match="out of data bounds"):
+                step.run(values=ONE, rows=[9])
+            with pytest.raises(errors.DirtyState, match="CacheUpdate of `cache`"):
+                step.run(values=ONE, rows=[0])
+            step.reset()
+            assert step.run(values=ONE, rows=[0])[0] is cache
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_sessions_and_bindings_are_no_values(duplicate) -> None:
+    session = Session(gathered)
+    with pytest.raises(TypeError, match="a Session cannot be copied or pickled"):
+        duplicate(session)
+    binding = session.bind(cache=session.allocate("cache", s=4))
+    with binding, pytest.raises(TypeError, match="a Binding cannot be copied or pickled"):
+        duplicate(binding)
+
+
+@pytest.mark.parametrize("subclass", [np.matrix, np.ma.MaskedArray, np.memmap, np.recarray])
+def test_arrays_of_other_classes_are_the_callers_array(subclass) -> None:
+    session = Session(gathered)
+    cache = np.zeros((4, 4), np.float32).view(subclass)
+    with session.bind(cache=cache) as step:
+        outputs = step.run(values=ONE, rows=[0, 1])
+    assert outputs[0] is cache
+    assert np.asarray(cache).tolist() == [[1] * 4, [0] * 4, [0] * 4, [0] * 4]
+    assert type(outputs[1]) is np.ndarray and not np.shares_memory(outputs[1], cache)
+
+
+def test_a_reference_to_an_attribute_needs_a_function() -> None:
+    proto = onnx.ModelProto.FromString(scattered.serialized)
+    proto.graph.node[0].attribute.append(
+        onnx.AttributeProto(name="mode", ref_attr_name="how", type=onnx.AttributeProto.STRING)
+    )
+    with pytest.raises(errors.ModelFileError, match="refers to an attribute `how`"):
+        compiler.load(proto.SerializeToString())
+
+
+def test_what_a_model_is_read_from() -> None:
+    with pytest.raises(TypeError, match="the bytes of a file or a program, not ModelProto"):
+        Session(onnx.ModelProto())  # type: ignore[arg-type]
