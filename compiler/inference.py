@@ -142,8 +142,10 @@ def _replacement(node: onnx.NodeProto, main: onnx.GraphProto) -> list[onnx.NodeP
         same = {a.output_index: a.input_index for a in contract.RULES[key].aliases}
     if same is None:
         return [node]
-    found = []
+    found = _packed_attention(node, main) if node.op_type == "GroupQueryAttention" else []
     for output, port in same.items():
+        if found and output == 0:
+            continue
         if (
             output < len(node.output)
             and node.output[output]
@@ -154,6 +156,20 @@ def _replacement(node: onnx.NodeProto, main: onnx.GraphProto) -> list[onnx.NodeP
                 onnx.helper.make_node("Identity", [node.input[port]], [node.output[output]])
             )
     return found
+
+
+def _packed_attention(node: onnx.NodeProto, main: onnx.GraphProto) -> list[onnx.NodeProto]:
+    """GroupQueryAttention that finds keys and values behind the queries: its result is narrower."""
+    if len(node.input) > 2 and node.input[1]:
+        return []
+    heads = next((a.i for a in node.attribute if a.name == "num_heads"), 0)
+    past = next((v for v in main.input if len(node.input) > 3 and v.name == node.input[3]), None)
+    dims = [] if past is None else past.type.tensor_type.shape.dim
+    width = heads * dims[3].dim_value if len(dims) == 4 else 0
+    name = f"width of {node.output[0]}"
+    shape = [None, width or None]
+    main.input.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape))
+    return [onnx.helper.make_node("MatMul", [node.input[0], name], [node.output[0]])]
 
 
 def _matmul_nbits(node: onnx.NodeProto, main: onnx.GraphProto) -> list[onnx.NodeProto]:

@@ -35,9 +35,27 @@ def restore(
     proto.CopyFrom(program.proto)
     promised = _contract(proto)
     _refuse(integrity.unknown_fields(proto))
+    clear_facts(proto)
+    _refuse(_declare(proto, promised))
+    restored = annotated(Program(program.name, proto, program.weights))
+    if target is not None:
+        restored.save(target)
+    return restored
+
+
+def clear_facts(proto: Any) -> None:
+    """Drop all typed facts but the ports of operators that nobody here has a rule for."""
     functions = {(f.domain, f.name, f.overload) for f in proto.functions}
     _clear(proto, lambda node: derivation.is_foreign(_identifier(node), functions))
-    _refuse(_declare(proto, promised))
+
+
+def annotated(program: Program) -> Program:
+    """Write all facts that follow from the declarations of a program into it, and prove them.
+
+    Raises:
+        errors.ContractError: the model does not keep what it declares.
+    """
+    proto = program.proto
     _refuse(integrity.misplaced(proto))
     derived = derivation.Derivation(proto, program.weights)
     _refuse(derived.findings)
@@ -45,11 +63,8 @@ def restore(
     _clear(proto, lambda node: False)
     emitter.annotate(proto, found)
     emitter.declare(proto, declared)
-    restored = Program(program.name, proto, program.weights)
-    loader.verify_file(restored)
-    if target is not None:
-        restored.save(target)
-    return restored
+    loader.verify_file(program)
+    return program
 
 
 def _refuse(findings: list[Finding]) -> None:

@@ -17,7 +17,7 @@ from rich.markdown import Markdown
 
 import onnx_inplace
 from onnx_inplace import compiler
-from onnx_inplace.cli import planned, report, show, values
+from onnx_inplace.cli import adopted, planned, report, show, values
 from onnx_inplace.compiler import errors, facts, loader, recovery, schema
 
 app = typer.Typer(
@@ -135,6 +135,40 @@ def restore(
     """Rebuild what a tool has dropped, from the JSON contract, where it can be proven."""
     recovery.restore(source, output)
     _summary(compiler.load(output), output, json_)
+
+
+@app.command()
+@report.reported
+def annotate(
+    source: Annotated[
+        Path, typer.Argument(metavar="MODEL.onnx", help="A model that somebody exported.")
+    ],
+    output: Output = None,
+    aliases: Annotated[
+        list[str] | None,
+        typer.Option("--alias", metavar="OUT=IN", help="OUT is the next content of IN."),
+    ] = None,
+    skips: Annotated[
+        list[str] | None,
+        typer.Option("--skip", metavar="OUT", help="OUT is a new value, whatever it is called."),
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Find the states of a model that has no contract, write one, and prove it.
+
+    Without --output nothing is written.
+    """
+    requested: dict[str, str | None] = dict.fromkeys(skips or [])
+    requested.update(values.pairs(aliases or [], "--alias", "OUT=IN"))
+    adoption = compiler.annotate(source, output, requested)
+    if json_:
+        written = None if output is None else str(output)
+        content = {"ok": True, "file": written, "problems": [], **adopted.to_json(adoption)}
+        report.print_json(content)
+        return
+    adopted.render(adoption)
+    if output is not None:
+        print(f"{output}: ok")
 
 
 # -- show, explain, schema
