@@ -58,7 +58,8 @@ class Operand(abc.ABC):
     def __iter__(self) -> Iterator[Any]:
         """Fault: how often is not known."""
         recorder.current().stop(
-            f"{recorder.called(self.value)} is a tensor: loop over `range(n)`, or over `scan(...)`."
+            f"{recorder.called(self.value)} is one tensor: loop over `range(n)`, or over "
+            "`scan(...)`. If its operator has several results, `_outputs=3` says how many."
         )
 
     def __contains__(self, x: object) -> bool:
