@@ -32,7 +32,12 @@ Rule = Callable[[ir.Node, Known], Sequence["Partial | None"]]
 def results(node: ir.Node, known: Known) -> Sequence[Partial | None]:
     """Shapes of a node's outputs; fewer than outputs, or None, where no rule tells."""
     rule = _RULES.get((node.domain, node.op_type))
-    return () if rule is None else rule(node, known)
+    if rule is None:
+        return ()
+    try:
+        return rule(node, known)
+    except (ArithmeticError, LookupError, ValueError):
+        return ()  # axes that an input of this rank has not: no valid node, the library refuses it
 
 
 def _input(node: ir.Node, known: Known, port: int = 0) -> Partial | None:

@@ -83,11 +83,15 @@ def _fault(node: Any, graphs: dict[str, Any]) -> str | None:
     elif node.op_type == "Loop":
         if inputs < 2:
             return f"Loop has {inputs} inputs, at least 2 are needed"
+        if "" in node.input[2:]:
+            return "Loop leaves out the initial value of what it carries"
         wanted = {"body": (inputs, outputs + 1)}
     elif node.op_type == "Scan":
         count = next((a.i for a in node.attribute if a.name == "num_scan_inputs"), 0)
         if not 1 <= count <= inputs or inputs - count > outputs:
             return f"Scan has {inputs} inputs, {outputs} outputs and num_scan_inputs {count}"
+        if "" in node.input:
+            return "Scan leaves out an input"
         wanted = {"body": (inputs, outputs)}
     else:
         return None

@@ -57,7 +57,8 @@ class Library:
         """A session that is ready to run.
 
         Raises:
-            errors.UnsupportedOperator: onnxruntime does not know an operator, or not for this type.
+            errors.UnsupportedOperator: onnxruntime does not know an operator, or not for these
+            types and shapes.
         """
         try:
             try:
@@ -65,7 +66,7 @@ class Library:
             except ort.Fail:
                 # an optimizer asked for the content of a weight that is in memory only
                 return self._load(step, copied=True)
-        except (ort.NotImplemented, ort.InvalidGraph) as error:
+        except (ort.Fail, ort.NotImplemented, ort.InvalidGraph) as error:
             raise _unsupported(step, str(error)) from None
 
     def _load(self, step: SubSession, *, copied: bool) -> onnxruntime.InferenceSession:

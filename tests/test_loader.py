@@ -564,7 +564,13 @@ def one_branch(proto: Any) -> None:
     del next(n for n in body.node if n.op_type == "If").attribute[1]
 
 
-@pytest.mark.parametrize("breaks", [fewer_results, more_parameters, no_body, one_branch])
+def nothing_carried(proto: Any) -> None:
+    loop_of(proto).input[2] = ""
+
+
+@pytest.mark.parametrize(
+    "breaks", [fewer_results, more_parameters, no_body, one_branch, nothing_carried]
+)
 def test_blocks_that_do_not_fit_their_node(breaks: Callable[[Any], None]) -> None:
     proto = annotated("loop")
     breaks(proto)
