@@ -50,7 +50,7 @@ class Way(enum.Enum):
 
     OPERATOR = "written in place"
     VIEW = "unchanged"
-    ASSIGN = "computed, then assigned"
+    ASSIGN = "assigned"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
