@@ -1,4 +1,4 @@
-"""Faults that others had with capacity and at the border to the caller (CASES, sections D and I)."""
+"""Faults that others had with capacity and at the border to the caller (CASES, D and I)."""
 
 import numpy as np
 import pytest
