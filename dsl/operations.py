@@ -177,7 +177,11 @@ def _bind(known: Signature | None, bound: dict[str, ir.Value], formal: Formal, x
         )
     if known is not None and not _allowed(known, formal.type, dtype):
         name = recorder.called(x)
-        raise Wrong(f"{name} is {dtype.name}, for which it is not defined", "E102")
+        raise Wrong(
+            f"{name} is {dtype.name}, for which it is not defined",
+            "E102",
+            "Cast it, or declare another element type.",
+        )
 
 
 def _dtype(value: ir.Value) -> ir.DataType | None:

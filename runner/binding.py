@@ -164,7 +164,10 @@ class Binding:
         return self._results(slots, given)
 
     def _given(self, values: dict[str, object]) -> list[Array]:
-        """Ordinary inputs in order: of the declared type, C-contiguous, apart from all leases."""
+        """Ordinary inputs in order: of the declared type, C-contiguous, apart from all leases.
+
+        Integers may be positions: they are copied.
+        """
         session, lent = self._session, storage.leases.lent
         if len(values) != len(session.feeds) or not session.feed_names.issuperset(values):
             values = inputs.flatten([port.name for _, port in session.feeds], values)
@@ -179,6 +182,9 @@ class Binding:
                 start = address(array)
                 if lent(start, start + array.nbytes):
                     self._refuse_lent(port, Interval(start, start + array.nbytes))
+                if array.dtype.kind in "iu":
+                    # What is checked must be what is used, whatever another thread does to it.
+                    array = array.copy()
             given.append(array)
         return given
 

@@ -93,3 +93,43 @@ def test_a_reference_to_an_attribute_needs_a_function() -> None:
 def test_what_a_model_is_read_from() -> None:
     with pytest.raises(TypeError, match="the bytes of a file or a program, not ModelProto"):
         Session(onnx.ModelProto())  # type: ignore[arg-type]
+
+
+@model
+def updated(
+    cache: Mutable[FLOAT["s", 4]], values: FLOAT["n", 4], at: INT64["n", 1]
+) -> Alias["cache"]:
+    return kv.CacheUpdate(cache, values, op.Reshape(at, []))
+
+
+@model
+def scattered_rows(
+    cache: Mutable[FLOAT["s", 4]], values: FLOAT["n", 4], at: INT64["n", 1]
+) -> Alias["cache"]:
+    return op.ScatterND(cache, at, values)
+
+
+@model
+def scattered_elements(
+    cache: Mutable[FLOAT["s", 4]], values: FLOAT["n", 1], at: INT64["n", 1]
+) -> Alias["cache"]:
+    return op.ScatterElements(cache, at, values, axis=0)
+
+
+@pytest.mark.parametrize("program", [updated, scattered_rows, scattered_elements])
+def test_a_position_that_changes_behind_the_checks_is_the_one_that_was_checked(
+    program, guarded
+) -> None:
+    """Another thread may hold the array: it must not move a write out of the storage."""
+    cache, at = guarded((4, 4)), np.array([[1]])
+    values = ONE if program is not scattered_elements else ONE[:, :1]
+    with Session(program).bind(cache=cache) as step:
+        step.run(values=values, at=at)
+        cache[:] = 0
+
+        def meddle(slots: object) -> None:
+            at[...] = 5
+
+        step._checks = (*step._checks, meddle)  # what comes next in a run
+        step.run(values=values, at=at)
+    assert at.item() == 5 and cache[:, 0].tolist() == [0, 1, 0, 0]
