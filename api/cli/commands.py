@@ -17,7 +17,7 @@ from rich.markdown import Markdown
 
 import onnx_inplace
 from onnx_inplace import compiler
-from onnx_inplace.cli import adopted, planned, report, show, values
+from onnx_inplace.cli import adopted, doctor, planned, report, show, values
 from onnx_inplace.compiler import errors, facts, loader, recovery, schema
 
 app = typer.Typer(
@@ -169,6 +169,17 @@ def annotate(
     adopted.render(adoption)
     if output is not None:
         print(f"{output}: ok")
+
+
+@app.command("doctor")
+@report.reported
+def doctor_(model: ModelPath, json_: Json = False) -> None:
+    """Run a model through common tools; print what each keeps, and what restore brings back."""
+    verdicts = doctor.examine(compiler.load(model).program)
+    if json_:
+        report.print_json({"ok": True, "problems": [], "tools": doctor.to_json(verdicts)})
+    else:
+        doctor.render(verdicts)
 
 
 # -- show, explain, schema
