@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
-from onnx_inplace.compiler import program
+from onnx_inplace.compiler import errors, program
 from onnx_inplace.dsl import calls, places, trace
 from onnx_inplace.dsl.recorder import Kind
 
@@ -34,9 +34,13 @@ def model(
     namespace = places.user_frame().f_locals
 
     def compiled(f: F) -> program.Program:
-        subject = trace.Subject.of(f, namespace)
-        recorded = trace.record(subject, Kind.MODEL, name or f.__name__, "model", opset, {})
-        return program.build(recorded.declaration)
+        try:
+            subject = trace.Subject.of(f, namespace)
+            recorded = trace.record(subject, Kind.MODEL, name or f.__name__, "model", opset, {})
+            return program.build(recorded.declaration)
+        except errors.ContractError as error:
+            # The findings say where; the frames of the compiler would only stand in front of them.
+            raise error.with_traceback(None)  # noqa: B904 (it is the same error)
 
     return compiled if f is None else compiled(f)
 

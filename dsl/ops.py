@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import onnx
 import onnx_ir as ir
 from onnxscript.onnx_types import TensorType
 
@@ -66,7 +68,16 @@ def _check(operator: Operator) -> None:
     known = operator.domain not in ("", contract.DOMAIN)
     if not known and signature(operator.domain, operator.name, version) is None:
         where = operator.domain or "ONNX"
-        r.stop(f"There is no operator {operator.name} in {where}, opset {version}.")
+        r.stop(
+            f"There is no operator {operator.name} in {where}, opset {version}.{_similar(operator)}"
+        )
+
+
+def _similar(operator: Operator) -> str:
+    """A question, where the name is almost that of an operator."""
+    names = {s.name for s in onnx.defs.get_all_schemas() if s.domain == operator.domain}
+    close = difflib.get_close_matches(operator.name, sorted(names), 1)
+    return f" Did you mean {close[0]}?" if close else ""
 
 
 def opset(version: int) -> Operators:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import threading
+import traceback
 import types
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -127,9 +128,15 @@ def _parameters(
     r: Recorder, subject: Subject, values: Mapping[str, Any]
 ) -> dict[str, parameters.Parameter]:
     declared: dict[str, parameters.Parameter] = {}
-    for n in subject.signature.parameters:
+    for n, given in subject.signature.parameters.items():
         if n in values:
             continue
+        if r.kind is Kind.MODEL and given.default is not given.empty:
+            r.fault(
+                f"`{n}` is an input of the model and cannot have a default.",
+                location=subject.location,
+                repair="Leave the default out, and pass the value in every run.",
+            )
         try:
             declared[n] = parameters.describe(n, subject.hints.get(n), subject.namespace)
         except parameters.Unusable as error:
@@ -157,10 +164,23 @@ def _run(
     except Exception as error:
         if r.findings:  # Python went on after a fault, and stumbled over it
             raise ContractError(r.findings) from error
+        if isinstance(error, TypeError) and "__array_ufunc__" in str(error):
+            r.fault(
+                "numpy cannot compute with a tensor.",
+                location=_place(error),
+                repair="Use the operator of ONNX, for example `op.Tanh(x)` for `np.tanh(x)`.",
+            )
+            raise ContractError(r.findings) from error
         raise
     return results.collect(
         r, result, subject.hints.get("return"), declared, inputs, subject.namespace
     )
+
+
+def _place(error: BaseException) -> Location | None:
+    """Where an error was raised; what is not Python, as numpy's functions, has no line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return Location(frames[-1].filename, frames[-1].lineno or 1) if frames else None
 
 
 def _declaration(
