@@ -177,14 +177,22 @@ def test_annotating_twice_changes_nothing():
 
 
 def genai(layers=2):
-    """past_key_values.N.* -> present.N.*, GroupQueryAttention with packed QKV."""
+    """past_key_values.N.* -> present.N.*, GroupQueryAttention with packed QKV; lengths of a mask."""
     heads, kv, size = 4, 2, 8
-    nodes, inputs, outputs = [], [], []
+    outputs = []
     inputs = [
         info("x", ["batch", "sequence_length", (heads + 2 * kv) * size]),
-        info("last", ["batch", 1], INT32),
-        info("total", [], INT32),
+        info("attention_mask", ["batch", "total_sequence_length"], INT64),
     ]
+    nodes = [
+        helper.make_node("ReduceSum", ["attention_mask", "axis"], ["valid"], keepdims=1),
+        helper.make_node("Sub", ["valid", "axis"], ["last_64"]),
+        helper.make_node("Cast", ["last_64"], ["last"], to=INT32),
+        helper.make_node("Shape", ["attention_mask"], ["width"], start=1, end=2),
+        helper.make_node("Squeeze", ["width"], ["total_64"]),
+        helper.make_node("Cast", ["total_64"], ["total"], to=INT32),
+    ]
+    one = onnx.numpy_helper.from_array(np.array([1]), "axis")
     value = "x"
     for layer in range(layers):
         past = [f"past_key_values.{layer}.{name}" for name in ("key", "value")]
@@ -207,7 +215,7 @@ def genai(layers=2):
             outputs.append(info(after, ["batch", kv, "total_sequence_length", size]))
     nodes.append(helper.make_node("Identity", [value], ["out"]))
     outputs.insert(0, info("out", ["batch", "sequence_length", "hidden"]))
-    return model(nodes, inputs, outputs, 21, domains=["com.microsoft"])
+    return model(nodes, inputs, outputs, 21, [one], domains=["com.microsoft"])
 
 
 @pytest.mark.kernel
@@ -223,8 +231,7 @@ def test_genai_form():
     for length in (5, 1, 1, 1):
         place += length
         x = rng.standard_normal((1, length, 64)).astype(np.float32)
-        total = np.array(place, np.int32)
-        feeds.append({"x": x, "last": np.array([[place - 1]], np.int32), "total": total})
+        feeds.append({"x": x, "attention_mask": np.ones((1, place), np.int64)})
     # the library shares no buffer here: it writes into a copy of the whole capacity
     compare(data, adopted, feeds, storage)
 
