@@ -177,7 +177,7 @@ def test_annotating_twice_changes_nothing():
 
 
 def genai(layers=2):
-    """past_key_values.N.* -> present.N.*, GroupQueryAttention with packed QKV; lengths of a mask."""
+    """past_key_values.N.* -> present.N.*, packed GroupQueryAttention, lengths of a mask."""
     heads, kv, size = 4, 2, 8
     outputs = []
     inputs = [
@@ -293,6 +293,38 @@ def test_structure_finds_what_names_do_not():
     adopted = compiler.annotate(model([node, view], inputs, [info("b", ["n", "m", 4])], 24))
     (pair,) = adopted.pairs
     assert (pair.output, pair.root, pair.found) == ("b", "a", Found.OPERATOR)
+
+
+@pytest.mark.kernel
+def test_a_write_inside_of_a_function_and_a_loop():
+    text = """
+        <ir_version: 10, opset_import: ["": 24, "local": 1]>
+        g (float[1, m, 4] cache, float[1, 1, 4] v, int64 n, int64[1] at) => (float[1, m, 4] after)
+        {
+            after = local.fill (cache, v, n, at)
+        }
+        <domain: "local", opset_import: ["": 24]>
+        fill (cache, v, n, at) => (filled)
+        {
+            yes = Constant <value = bool {1}> ()
+            filled = Loop (n, yes, cache) <body = b (int64 i, bool go, float[1, m, 4] c)
+                => (bool go_on, float[1, m, 4] d)
+            {
+                place = Add (at, i)
+                d = TensorScatter <axis = 1> (c, v, place)
+                go_on = Identity (go)
+            }>
+        }
+    """
+    data = onnx.parser.parse_model(text).SerializeToString()
+    adopted = compiler.annotate(data)
+    (pair,) = adopted.pairs
+    assert (pair.root, pair.found, pair.way) == ("cache", Found.OPERATOR, Way.OPERATOR)
+    cache = np.zeros((1, 5, 4), np.float32)
+    feed = {"v": np.ones((1, 1, 4), np.float32), "n": np.array(2), "at": np.array([1])}
+    results = Session(adopted.program).run(feed, writable={"cache": cache})
+    assert results["after"] is cache
+    assert cache[0, :, 0].tolist() == [0, 1, 1, 0, 0]
 
 
 # -- refusals
