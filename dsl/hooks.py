@@ -7,6 +7,8 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import onnx_ir as ir
+
 from onnx_inplace.compiler.errors import Location
 from onnx_inplace.dsl import branches, iteration, loops, places, recorder, tensor
 from onnx_inplace.dsl.operations import standard
@@ -169,7 +171,14 @@ def _logic(name: str, stop: bool, thunks: Iterable[Thunk]) -> Any:
         other = thunk()
         if isinstance(other, Operand):
             result = Tensor(standard(name, result.value, other.value))
-        elif bool(other) is stop:
+        elif not isinstance(other, bool) or result.value.dtype not in (None, ir.DataType.BOOL):
+            # Python's `n and 3` is 3 or n; ONNX has only the And of two truths
+            recorder.current().fault(
+                f"`{name.lower()}` of a tensor wants a BOOL tensor and a bool, not "
+                f"{result.value.dtype} and {other!r}.",
+                repair="Compare first: `n != 0 and ...`.",
+            )
+        elif other is stop:
             result = stop
     return result
 

@@ -459,3 +459,23 @@ def test_faults_of_results_stand_at_the_return() -> None:
 
     assert refused(declare) == [("E111", 5), ("E110", 5)]
     assert "`cache` is the storage of `cache`" in reasons(declare)
+
+
+@pytest.mark.parametrize("right", ["3", "1.5", "None", "'text'", "[1]"])
+@pytest.mark.parametrize("word", ["and", "or"])
+def test_a_tensor_and_a_value_that_is_no_truth_is_refused(
+    right: str, word: str, tmp_path: Path
+) -> None:
+    """Python would give one of the two; there is no ONNX operator for that."""
+    source = f"""\
+from onnx_inplace.dsl import *
+
+@model
+def program(n: INT64[()]) -> INT64[()]:
+    return n {word} {right}
+"""
+    path = tmp_path / "program.py"
+    path.write_text(source)
+    with pytest.raises(errors.ContractError) as caught:
+        exec(compile(source, str(path), "exec"), {"__name__": "program"})
+    assert [(f.code, f.location.line) for f in caught.value.findings] == [("E100", 5)]
