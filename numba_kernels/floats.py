@@ -114,7 +114,7 @@ def widen(target, count, source, kind):
             result[i] = float32_of_float16(bits[i])
     else:
         for i in range(count):
-            result[i] = float_of_bits(np.int64(bits[i]) << 16)
+            result[i] = float_of_bits(np.int64(bits[i]) << np.int64(16))
 
 
 @njit
@@ -149,4 +149,4 @@ def exp2(x):
     p = p * f + np.float32(2.402265069591007e-1)
     p = p * f + np.float32(6.931471805599453e-1)
     p = p * f + np.float32(1)
-    return float_of_bits(bits_of_float(p) + (np.int64(np.int32(whole)) << 23))
+    return float_of_bits(bits_of_float(p) + (np.int64(np.int32(whole)) << np.int64(23)))
