@@ -7,6 +7,7 @@ from onnx_inplace.compiler.planner import plan
 from onnx_inplace.compiler.program import CheckedFunction, Declaration, Program, build, save
 from onnx_inplace.compiler.recovery import restore
 from onnx_inplace.compiler.shapes import ShapesContext
+from onnx_inplace.compiler.verifier import verify
 
 __all__ = [
     "Adoption",
@@ -22,4 +23,5 @@ __all__ = [
     "plan",
     "restore",
     "save",
+    "verify",
 ]

@@ -65,11 +65,10 @@ def judge(
     graph: ir.Graph,
     roots: Mapping[ir.Value, ir.Value],
     mutable: Sequence[ir.Value],
-    source: Mapping[ir.Value, ir.Value],
+    known: extents.Extents,
     guarded: Guarded = Guarded.REFUTED,
 ) -> Iterator[Judgement]:
     """All requirements of a graph and its bodies that bound positions, indices or lengths."""
-    known = extents.Extents(graph, source)
     for judgement, runs in _Judge(known, roots, mutable).block(graph, {}, True):
         if judgement.verdict is Verdict.REFUTED and not runs and guarded is Guarded.OPEN:
             yield dataclasses.replace(judgement, verdict=Verdict.OPEN)
@@ -87,7 +86,8 @@ def findings(
 ) -> list[Finding]:
     """E112 for every write or read that fits in no run, one for each node."""
     found: dict[ir.Node | None, Finding] = {}
-    for judgement in judge(graph, roots, mutable, source, guarded):
+    known = extents.Extents(graph, source)
+    for judgement in judge(graph, roots, mutable, known, guarded):
         node = judgement.requirement.node
         if judgement.verdict is Verdict.REFUTED and node not in found:
             found[node] = Finding("E112", judgement.reason, locate(node))

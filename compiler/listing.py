@@ -5,15 +5,16 @@ Texts and places only; what a run checks is decided in ``positions``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import onnx_ir as ir
+import sympy
 
 from onnx_inplace.compiler import contract, integrity, partition
+from onnx_inplace.compiler.capacity import Judgement, Verdict
+from onnx_inplace.compiler.conditions import MOST, Kind, Linear
 from onnx_inplace.compiler.steps import Condition, Copied, Fallback
 
-_UPDATES = {(contract.DOMAIN, "CacheUpdate"), ("", "TensorScatter")}
-_INDEXED = {(contract.DOMAIN, "CacheReorder"): 1, ("", "ScatterND"): 1, ("", "ScatterElements"): 1}
 _NO_CONTENT = {"Shape", "Size"}  # read what is known of a tensor, not its bytes
 _CONTAINERS = {
     "SequenceConstruct": "a sequence holds values of its own",
@@ -76,42 +77,52 @@ def fallbacks(nodes: list[ir.Node], facts: partition.Facts) -> tuple[Fallback, .
     )
 
 
-def conditions(nodes: list[ir.Node], facts: partition.Facts) -> tuple[Condition, ...]:
-    """Bounds of positions and indices of all writes."""
-    return tuple(_conditions(nodes, facts))
+def conditions(judgements: Iterable[Judgement]) -> tuple[Condition, ...]:
+    """What sizes leave open, each once, in the order of the program."""
+    found = (
+        Condition(_open(j), j.requirement.root, integrity.source(j.requirement.node))
+        for j in judgements
+        if j.verdict is Verdict.OPEN
+    )
+    return tuple(dict.fromkeys(found))
 
 
-def _conditions(nodes: list[ir.Node], facts: partition.Facts) -> Iterator[Condition]:
-    for node in nodes:
-        key = (node.domain, node.op_type)
-        if not node.outputs or node.outputs[0] not in facts.roots:
-            continue
-        root = str(facts.roots[node.outputs[0]].name)
-        if key in _UPDATES:
-            text = _update(node, root)
-        elif key in _INDEXED:
-            indices = node.inputs[_INDEXED[key]]
-            text = f"`{indices.name if indices else ''}` holds indices of `{root}`"
-        else:
-            continue
-        yield Condition(text, root, integrity.source(node))
+def _open(judgement: Judgement) -> str:
+    """What must hold, in the author's names; counters of loops stand at their extremes."""
+    r = judgement.requirement
+    name = str(r.subject.name) if isinstance(r.subject, ir.Value) else r.port
+    lowest = name if judgement.lowest is None else str(judgement.lowest)
+    capacity = r.capacity[0] if len(r.capacity) == 1 else None
+    room = _known(judgement.capacity, capacity, "the capacity")
+    parts = []
+    if judgement.lowest is None or not judgement.lowest.is_nonnegative:
+        low = r.low[0] if len(r.low) == 1 else None
+        parts.append(f"{_known(None, low, '0')} <= {lowest}")
+    if not any(high.constant == MOST for high in r.high):
+        parts.append(f"{_end(judgement, name)} <= {room}")
+    return f"{' and '.join(parts)} (`{r.root}`)"
 
 
-def _update(node: ir.Node, root: str) -> str:
-    cache, values = node.inputs[:2]
-    assert cache is not None and values is not None
-    axis = node.attributes["axis"].as_int() if "axis" in node.attributes else -2
-    capacity, length = _dim(cache, axis), _dim(values, axis)
-    position = node.inputs[2].name if len(node.inputs) > 2 and node.inputs[2] else "0"
-    mode = node.attributes["mode"].as_string() if "mode" in node.attributes else "linear"
-    if mode == "circular":
-        return f"0 <= {position} and {length} <= {capacity} (`{root}`)"
-    return f"0 <= {position} and {position} + {length} <= {capacity} (`{root}`)"
+def _end(judgement: Judgement, name: str) -> str:
+    """Where the last write ends, or the last number that is read."""
+    r, highest, length = judgement.requirement, judgement.highest, judgement.length
+    if r.kind is Kind.LENGTH:
+        return name if highest is None else str(highest)
+    if highest is not None and length is not None and not highest.is_Symbol:
+        return str(sympy.expand(highest + length))
+    start = name if highest is None else str(highest)
+    return f"{start} + {_known(length, r.length, 'its length')}"
 
 
-def _dim(value: ir.Value, axis: int) -> str:
-    if value.shape is None or not -len(value.shape) <= axis < len(value.shape):
-        return f"{value.name}.shape[{axis}]"
-    dim = value.shape[axis]
-    text = dim if isinstance(dim, int) else dim.value
-    return f"{value.name}.shape[{axis}]" if text is None else str(text)
+def _known(expression: sympy.Expr | None, term: Linear | None, otherwise: str) -> str:
+    """An expression of dimensions, or how the author would write the term."""
+    if expression is not None:
+        return str(expression)
+    if term is None:
+        return otherwise
+    text = "" if term.axes and not term.constant else str(term.constant)
+    for factor, value, axis in term.axes:
+        sign = " - " if factor < 0 else " + " if text else ""
+        times = "" if abs(factor) == 1 else f"{abs(factor)} * "
+        text += f"{sign}{times}{value.name}.shape[{axis}]"
+    return text.strip()

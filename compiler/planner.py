@@ -15,9 +15,12 @@ from typing import Any
 import onnx_ir as ir
 
 from onnx_inplace.compiler import (
+    capacity,
     contract,
+    extents,
     fixed,
     flat,
+    footprint,
     integrity,
     lifetimes,
     listing,
@@ -41,6 +44,7 @@ from onnx_inplace.compiler.steps import (
     Stacked,
     Step,
     Storage,
+    SubSession,
     Value,
     View,
     WriteAfterRead,
@@ -68,7 +72,7 @@ class _Ordered:
 
 class _Planner:
     def __init__(self, loaded: loader.Loaded):
-        self.model = loaded.model
+        self.loaded, self.model = loaded, loaded.model
         self.graph = loaded.model.graph
         self.aliases = loaded.aliases
         self.mutable = frozenset(loaded.mutable)
@@ -80,6 +84,7 @@ class _Planner:
         self.used: dict[ir.Value, int] = {}  # sub-sessions by initializer
         self.from_sessions: set[ir.Value] = set()
         self.orders: list[partition.Order] = []
+        self.nodes: dict[int, tuple[ir.Node, ...]] = {}  # by id of the step that executes them
 
     def run(self) -> ExecutionPlan:
         """The plan, in two passes: a weight is shared or not only when all steps are known."""
@@ -94,6 +99,10 @@ class _Planner:
         block = self.block(ordered)
         values = tuple(self.describe(v) for v in self.slots)
         nodes = list(graph.all_nodes())
+        known = extents.Extents(graph, self.aliases.source)
+        copies = listing.copies(nodes, self.facts)
+        roots, mutable = self.aliases.root, self.loaded.mutable
+        judgements = capacity.judge(graph, roots, mutable, known, capacity.Guarded.OPEN)
         return ExecutionPlan(
             values=values,
             constants=MappingProxyType(
@@ -120,9 +129,12 @@ class _Planner:
                 for order in self.orders
                 for c in order.conflicts
             ),
-            copies=listing.copies(nodes, self.facts),
+            copies=copies,
             fallbacks=listing.fallbacks(nodes, self.facts),
-            conditions=listing.conditions(nodes, self.facts),
+            conditions=listing.conditions(judgements),
+            footprint=footprint.build(
+                self.loaded, known, block, values, self.slots, self.nodes, copies
+            ),
         )
 
     # -- first pass: order and use of weights
@@ -153,6 +165,8 @@ class _Planner:
                 steps.append(self.sub_session(batch, wanted))
             else:
                 steps.append(self.special(batch, ordered.bodies[batch]))
+            if isinstance(steps[-1], SubSession | Kernel):
+                self.nodes[id(steps[-1])] = batch if isinstance(batch, tuple) else (batch,)
         outputs = tuple(self.slot(v) for v in ordered.graph.outputs)
         return Block(tuple(steps), outputs, MappingProxyType(lifetimes.lifetimes(steps, outputs)))
 

@@ -24,6 +24,7 @@ import onnx_ir as ir
 
 from onnx_inplace.compiler.contract import OutputAlias
 from onnx_inplace.compiler.errors import Location
+from onnx_inplace.compiler.memory import Footprint, Memory
 
 Shape: TypeAlias = "tuple[int | str | None, ...]"
 """Dimensions: a number, the name of a dimension of an input, or None where neither is known."""
@@ -34,12 +35,10 @@ class Storage(enum.Enum):
 
     CALLER = enum.auto()  # a graph input, or a value that is the storage of one
     CONSTANT = enum.auto()  # a weight or a constant; never written
-    BUFFER = (
-        enum.auto()
-    )  # the runner's: one shape per tuple of input dimensions, overwritten by the next run
-    FRESH = (
-        enum.auto()
-    )  # made new by every execution of its step: it leaves its block, or its shape depends on data
+    # the runner's: one shape per tuple of input dimensions, overwritten by the next run
+    BUFFER = enum.auto()
+    # made new by every execution of its step: it leaves its block, or its shape depends on data
+    FRESH = enum.auto()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -354,6 +353,7 @@ class ExecutionPlan:
         copies: what copies a root.
         fallbacks: what runs over the whole capacity.
         conditions: what is left to run time.
+        footprint: what ``memory`` is computed from.
     """
 
     values: tuple[Value, ...]
@@ -367,6 +367,27 @@ class ExecutionPlan:
     copies: tuple[Copied, ...]
     fallbacks: tuple[Fallback, ...]
     conditions: tuple[Condition, ...]
+    footprint: Footprint = dataclasses.field(repr=False)
+
+    def memory(self, **dims: int) -> Memory:
+        """What a run needs, before anything is allocated.
+
+        Args:
+            **dims: sizes of the dimensions of the inputs; without all of them the answer is in
+                formulas of the others. A dimension without a name is called ``input[axis]``.
+
+        Raises:
+            errors.BindingError: the model has no such dimension, or the size is none.
+            errors.ContractError: no run with these dimensions is possible (E112, E102).
+        """
+        return self.footprint.memory(dims)
+
+    def layout(self, **dims: int) -> tuple[Mapping[int, tuple[int, int]], ...]:
+        """Begin and end of each buffer in the arena of its block, by slot.
+
+        Blocks stand in the order of the program, a block before those in it. Takes all dimensions.
+        """
+        return self.footprint.layout(dims)
 
     @property
     def slots(self) -> int:

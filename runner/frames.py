@@ -8,48 +8,37 @@ come only once (a prompt) cost no buffers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from onnx_inplace.compiler import arena
 from onnx_inplace.compiler.steps import Block, ExecutionPlan, Storage
 from onnx_inplace.runner.actions import Array, DType, Slots
 
-_ALIGNMENT = 64  # [bytes]
 
+def carve(
+    wanted: Sequence[tuple[tuple[int, ...], DType, arena.Life]],
+) -> tuple[list[Array], int]:
+    """Arrays, by shape, type and life, in one piece of memory, and the bytes of that.
 
-class Buffers:
-    """Storage for the values of one block: values that are never alive together may share bytes."""
-
-    def __init__(self) -> None:
-        self._held: list[tuple[Array, list[tuple[int, int]]]] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are held."""
-        return sum(raw.nbytes for raw, _ in self._held)
-
-    def take(self, shape: tuple[int, ...], dtype: DType, life: tuple[int, int]) -> Array:
-        """An array for a value that lives from step ``life[0]`` to ``life[1]``, both included."""
-        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        fitting = [
-            (raw, taken)
-            for raw, taken in self._held
-            if raw.nbytes >= size
-            and all(life[1] < first or last < life[0] for first, last in taken)
-        ]
-        if fitting:
-            raw, taken = min(fitting, key=lambda pair: pair[0].nbytes)
-        else:
-            raw, taken = _aligned(size), []
-            self._held.append((raw, taken))
-        taken.append(life)
-        return raw[:size].view(dtype).reshape(shape)
+    Values that are never alive together share bytes.
+    """
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype, _ in wanted]
+    lives = [life for _, _, life in wanted]
+    offsets, total = arena.place(list(zip(sizes, lives, strict=True)))
+    raw = _aligned(total)
+    arrays = [
+        raw[offset : offset + size].view(dtype).reshape(shape)
+        for (shape, dtype, _), offset, size in zip(wanted, offsets, sizes, strict=True)
+    ]
+    return arrays, total
 
 
 def _aligned(size: int) -> Array:
-    raw = np.empty(size + _ALIGNMENT, np.uint8)
-    offset = -raw.__array_interface__["data"][0] % _ALIGNMENT
+    raw = np.empty(size + arena.ALIGNMENT, np.uint8)
+    offset = -raw.__array_interface__["data"][0] % arena.ALIGNMENT
     return raw[offset : offset + size]
 
 
@@ -64,6 +53,7 @@ class Frame:
         template: a copy of it is where a run starts: constants, the caller's storage, buffers.
         shapes: what the first run saw, by slot, of values with a fixed shape.
         stale: shapes were noted that no buffer has been made for.
+        nbytes: of all buffers.
     """
 
     plan: ExecutionPlan
@@ -72,7 +62,7 @@ class Frame:
     template: Slots
     shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     stale: bool = False
-    _pools: dict[int, Buffers] = dataclasses.field(default_factory=dict)
+    nbytes: int = 0
 
     def note(self, slot: int, shape: tuple[int, ...]) -> None:
         """Remember the shape of a value that has the same one in all runs of the frame."""
@@ -84,14 +74,22 @@ class Frame:
         """The array that is the value of ``slot`` in all runs, made when first asked for."""
         held: Array | None = self.template[slot]
         if held is None:
-            value = self.plan.values[slot]
-            assert value.storage is Storage.BUFFER and value.dtype is not None
-            pool = self._pools.setdefault(id(block), Buffers())
-            held = pool.take(self.shapes[slot], value.dtype.numpy(), block.lifetimes[slot])
-            self.template[slot] = held
+            self._place(block)
+            held = self.template[slot]
+            assert held is not None
         return held
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(pool.nbytes for pool in self._pools.values())
+    def _place(self, block: Block) -> None:
+        """Buffers for all values of a block whose shapes are known and that have none."""
+        values = self.plan.values
+        slots, wanted = [], []
+        for slot, life in block.lifetimes.items():
+            value = values[slot]
+            waits = value.storage is Storage.BUFFER and self.template[slot] is None
+            if waits and slot in self.shapes and value.dtype is not None:
+                slots.append(slot)
+                wanted.append((self.shapes[slot], value.dtype.numpy(), life))
+        arrays, size = carve(wanted)
+        for slot, array in zip(slots, arrays, strict=True):
+            self.template[slot] = array
+        self.nbytes += size

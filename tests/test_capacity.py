@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from onnx_inplace import Session, compiler, errors
-from onnx_inplace.compiler import capacity
+from onnx_inplace.compiler import capacity, extents
 from onnx_inplace.compiler.capacity import Verdict
 from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, function, kv, model, op
 
@@ -14,9 +14,8 @@ SCALAR = INT64[()]
 def judged(program):
     """Verdicts, and the extreme positions, of a program."""
     loaded = compiler.load(program)
-    found = capacity.judge(
-        loaded.model.graph, loaded.aliases.root, loaded.mutable, loaded.aliases.source
-    )
+    known = extents.Extents(loaded.model.graph, loaded.aliases.source)
+    found = capacity.judge(loaded.model.graph, loaded.aliases.root, loaded.mutable, known)
     return [(j.verdict, str(j.lowest), str(j.highest)) for j in found]
 
 

@@ -461,6 +461,7 @@ ERRORS = [
     errors.CapacityError("cache", 6, 3, 8, 1, Location("a.py", 3)),
     errors.CapacityError("cache", -1, 3, 8),
     errors.PageError("pages", 3, "missing"),
+    errors.PlanError(["a slot is filled twice", "another"]),
     errors.AliasViolation("moved", "updated", 16, 32),
     errors.OperatorError("modulo by zero"),
     errors.DirtyState("failed", (("cache", 3, 2),)),

@@ -209,11 +209,10 @@ def test_buffers_serve_values_that_are_never_alive_together() -> None:
 
 def test_lives_that_touch_do_not_share() -> None:
     """A step reads one value while it makes the other."""
-    buffers = frames.Buffers()
     dtype = np.dtype(np.float32)
-    first = buffers.take((4,), dtype, (0, 2))
-    second = buffers.take((4,), dtype, (2, 3))
-    third = buffers.take((4,), dtype, (3, 3))
+    lives = ((0, 2), (2, 3), (3, 3))
+    (first, second, third), size = frames.carve([((4,), dtype, life) for life in lives])
+    assert size == 128
     assert not np.shares_memory(first, second) and not np.shares_memory(second, third)
     assert np.shares_memory(first, third) and address(first) % 64 == 0
 

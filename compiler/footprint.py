@@ -1,0 +1,246 @@
+"""Collects what a plan needs: sizes of values and their lives, step by step.
+
+``memory`` evaluates it. Sizes come from ``extents``: what does not follow from the dimensions of
+the inputs is named as unknown. Inside a sub-session the library decides; what is alive between
+nodes, in their order, is the estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import onnx_ir as ir
+
+from onnx_inplace.compiler import conditions, flat, integrity, loader, sizes, workspace
+from onnx_inplace.compiler.conditions import Kind, Linear, Requirement
+from onnx_inplace.compiler.extents import Extents
+from onnx_inplace.compiler.memory import BlockUse, Fit, Footprint, Item, Use
+from onnx_inplace.compiler.sizes import Size
+from onnx_inplace.compiler.steps import (
+    Block,
+    Branch,
+    Copied,
+    Repeat,
+    ScanStep,
+    Step,
+    Storage,
+    SubSession,
+    Value,
+)
+
+_SHARES = {"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}  # the library copies nothing
+
+
+def build(
+    loaded: loader.Loaded,
+    known: Extents,
+    block: Block,
+    values: Sequence[Value],
+    slots: Mapping[ir.Value, int],
+    nodes: Mapping[int, Sequence[ir.Node]],
+    copies: Sequence[Copied],
+) -> Footprint:
+    """What ``block`` needs.
+
+    Args:
+        loaded: the model.
+        known: sizes of its values.
+        block: of the plan.
+        values: of the plan.
+        slots: of the plan, by value of the model.
+        nodes: of steps, by their ``id``.
+        copies: of the plan.
+    """
+    return _Collector(loaded, known, values, slots, nodes).run(block, copies)
+
+
+class _Collector:
+    def __init__(
+        self,
+        loaded: loader.Loaded,
+        known: Extents,
+        values: Sequence[Value],
+        slots: Mapping[ir.Value, int],
+        nodes: Mapping[int, Sequence[ir.Node]],
+    ):
+        self.loaded, self.known, self.values, self.nodes = loaded, known, values, nodes
+        self.of_slot = list(slots)
+        self.unknown: dict[str, None] = {}
+
+    def run(self, block: Block, copies: Sequence[Copied]) -> Footprint:
+        graph = self.loaded.model.graph
+        dims = {
+            size: None
+            for value in graph.inputs
+            for size in self.known.partial(value) or ()
+            if isinstance(size, str)
+        }
+        return Footprint(
+            tuple(dims),
+            tuple(self.bytes(value) for value in self.loaded.mutable),
+            tuple(self.copied(copies)),
+            self.block(block),
+            tuple(self.fits()),
+            tuple(self.unknown),
+        )
+
+    def bytes(self, value: ir.Value) -> Size:
+        """Bytes of a value; 0, and its name is noted, where nobody knows."""
+        shape, dtype = self.known.shape(value), value.dtype
+        if shape is None or dtype is None or dtype == ir.DataType.STRING:
+            self.unknown[str(value.name)] = None
+            return 0
+        elements = sizes.product(shape)
+        if dtype.bitwidth % 8 == 0:
+            return sizes.operation("*", dtype.bitwidth // 8, elements)
+        bits = sizes.operation("*", dtype.bitwidth, elements)
+        return sizes.operation("//", sizes.operation("+", bits, 7), 8)
+
+    def copied(self, copies: Sequence[Copied]) -> Iterator[Size]:
+        """Roots that are copied: the copy's own size, or the root's where the copy has none."""
+        graph = self.loaded.model.graph
+        named = {v.name: v for node in graph.all_nodes() for v in node.outputs}
+        named |= {v.name: v for inner in graph.subgraphs() for v in inner.inputs}
+        roots = {v.name: v for v in self.loaded.mutable}
+        for copy in copies:
+            if copy.root is None:
+                continue
+            value = named.get(copy.value)
+            whole = value is None or not isinstance(value.type, ir.TensorType)
+            yield self.bytes(roots[copy.root] if whole or value is None else value)
+
+    # -- blocks
+
+    def block(self, block: Block, held: Sequence[int] = ()) -> BlockUse:
+        """``held``: values that a loop keeps from the round before."""
+        handed_on = {
+            slot
+            for step in block.steps
+            if isinstance(step, Branch | Repeat | ScanStep)
+            for slot in step.outputs
+        }
+        buffers, passing = [], []
+        for slot, (first, last) in block.lifetimes.items():
+            storage = self.values[slot].storage
+            if storage is Storage.BUFFER:
+                buffers.append(Item(slot, self.bytes(self.of_slot[slot]), (first, last)))
+            elif storage is Storage.FRESH:
+                # what a block hands on is counted in the block until the step ends
+                first = first + 1 if slot in handed_on else first
+                if first <= last:
+                    passing.append(Item(slot, self.bytes(self.of_slot[slot]), (first, last)))
+        whole = 0, len(block.steps)
+        passing += [Item(slot, self.bytes(self.of_slot[slot]), whole) for slot in held]
+        return BlockUse(
+            tuple(buffers), tuple(passing), tuple(self.step(step) for step in block.steps)
+        )
+
+    def step(self, step: Step) -> Use:
+        nodes = self.nodes.get(id(step), ())
+        match step:
+            case SubSession():
+                kept = {self.of_slot[port.slot] for port in step.outputs}
+                return Use(self.inside(nodes, kept))
+            case Branch():
+                return Use((), 0, (self.block(step.then), self.block(step.otherwise)))
+            case Repeat():
+                return self.rounds(step, [*step.carried, step.number, step.going])
+            case ScanStep():
+                copied = [
+                    element
+                    for element, whole in zip(step.elements, step.scanned, strict=True)
+                    if whole.axis != 0
+                ]
+                return self.rounds(step, [*step.carried, *copied])
+            case _:
+                needs = [self.kernel(node) for node in nodes]
+                return Use(tuple(size for size in needs if size is not None))
+
+    def kernel(self, node: ir.Node) -> Size | None:
+        found = workspace.of(node, self.known)
+        if found is None:
+            self.unknown[f"workspace of {node.op_type}"] = None
+        return found
+
+    def rounds(self, step: Repeat | ScanStep, held: Sequence[int]) -> Use:
+        collected: Size = 0  # one array a round, until they are put together
+        for whole in step.stacked:
+            collected = sizes.operation("+", collected, self.bytes(self.of_slot[whole.slot]))
+        fresh = [slot for slot in held if self.values[slot].storage is Storage.FRESH]
+        return Use((), collected, (self.block(step.body, fresh),))
+
+    # -- inside of sub-sessions
+
+    def inside(self, nodes: Sequence[ir.Node], kept: set[ir.Value]) -> tuple[Size, ...]:
+        """What is alive at each node; the largest of it depends on the dimensions."""
+        owner: dict[ir.Value, ir.Value] = {}
+        last: dict[ir.Value, int] = {}
+        for index, node in enumerate(nodes):
+            for value in flat.captures(node):
+                value = owner.get(value, value)
+                if value in last:
+                    last[value] = index
+            source = node.inputs[0] if node.inputs else None
+            for output in node.outputs:
+                if output in kept or not output.name:
+                    continue
+                if node.domain == "" and node.op_type in _SHARES and source is not None:
+                    owner[output] = owner.get(source, source)
+                else:
+                    last[output] = index
+        ends: dict[int, list[Size]] = {}
+        alive: Size = 0
+        found: dict[Size, None] = {0: None}
+        for index, node in enumerate(nodes):
+            for output in node.outputs:
+                if output in last:
+                    size = self.bytes(output)
+                    alive = sizes.operation("+", alive, size)
+                    ends.setdefault(last[output], []).append(size)
+            found[alive] = None
+            for body in flat.inner_graphs(node):
+                for more in self.inside(list(body), set()):
+                    found[sizes.operation("+", alive, more)] = None
+            for size in ends.pop(index, ()):
+                alive = sizes.operation("-", alive, size)
+        return tuple(found)
+
+    # -- what must fit
+
+    def fits(self) -> Iterator[Fit]:
+        """Requirements outside of all branches and loops: there, a run may not come to them."""
+        roots = self.loaded.aliases.root
+        for node in self.loaded.model.graph:
+            for r in conditions.requirements(node, roots, self.loaded.mutable):
+                yield from self.fit(r)
+
+    def fit(self, r: Requirement) -> Iterator[Fit]:
+        code = "E102" if r.kind is Kind.SHAPE else "E112"
+        length, location = self.term(r.length), integrity.source(r.node)
+        count = len(r.subject) if isinstance(r.subject, tuple) else 1
+        for k in range(count):
+            low, high, capacity = (
+                self.term(terms[k % len(terms)]) for terms in (r.low, r.high, r.capacity)
+            )
+            if low is None or high is None or capacity is None or length is None:
+                continue
+            number = self.number(r, k)
+            if number is None and code == "E102":
+                continue
+            yield Fit(code, r.root, r.port, low, high, number, length, capacity, location)
+
+    def number(self, r: Requirement, k: int) -> Size | None:
+        if isinstance(r.subject, tuple):
+            return self.term(r.subject[k])
+        number, offset = self.known.integer(r.subject), self.term(r.offset)
+        return None if number is None or offset is None else sizes.operation("+", number, offset)
+
+    def term(self, term: Linear) -> Size | None:
+        total: Size = term.constant
+        for factor, value, axis in term.axes:
+            size = self.known.size(value, axis)
+            if size is None:
+                return None
+            operator = "+" if factor > 0 else "-"
+            total = sizes.operation(operator, total, sizes.operation("*", abs(factor), size))
+        return total

@@ -1,0 +1,172 @@
+"""What a plan says about memory, before anything is allocated and against what is measured."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from onnx_inplace import Session, compiler, errors
+from onnx_inplace.compiler import arena, workspace
+from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, kv, model, op
+
+CACHE, NEW, SCALAR = FLOAT["b", "m", 64], FLOAT["b", "n", 64], INT64[()]
+
+
+@model
+def decoder(
+    first: Mutable[CACHE], second: Mutable[CACHE], x: NEW, position: SCALAR
+) -> tuple[Alias["first"], Alias["second"], NEW]:
+    y = op.Relu(x)
+    first = kv.CacheUpdate(first, y, position)
+    z = op.Tanh(y)
+    second = kv.CacheUpdate(second, z, position)
+    return first, second, op.Exp(z)
+
+
+@model
+def copying(cache: Mutable[CACHE], x: NEW, position: SCALAR) -> tuple[Alias["cache"], CACHE]:
+    before = kv.Copy(cache)
+    return kv.CacheUpdate(cache, x, position), before
+
+
+@model
+def looping(cache: Mutable[CACHE], x: NEW, position: SCALAR) -> tuple[Alias["cache"], NEW]:
+    state = x
+    for _ in range(3):
+        state = op.Tanh(state)
+        cache = kv.CacheUpdate(cache, state, position)
+    return cache, state
+
+
+@model
+def reordered(cache: Mutable[CACHE], indices: INT64["b"]) -> Alias["cache"]:
+    return kv.CacheReorder(cache, indices)
+
+
+def test_updates_in_place_count_nothing() -> None:
+    """However many: the caches are all that there is of their size."""
+    memory = compiler.plan(decoder).memory(b=2, m=4096, n=1)
+    assert memory.caches == 2 * 2 * 4096 * 64 * 4
+    assert memory.extra_cache_bytes == 0 and memory.unknown == ()
+    assert memory.values < 8 * 2 * 64 * 4
+    assert memory.peak == memory.caches + memory.values + memory.workspace + memory.pages
+
+
+def test_a_copy_counts() -> None:
+    memory = compiler.plan(copying).memory(b=2, m=512, n=1)
+    assert memory.extra_cache_bytes == memory.caches == 2 * 512 * 64 * 4
+    assert memory.values >= memory.extra_cache_bytes
+
+
+def test_formulas_are_of_the_dimensions_that_are_left() -> None:
+    plan = compiler.plan(decoder)
+    assert str(plan.memory().caches) == "512*b*m"
+    assert str(plan.memory(b=2).caches) == "1024*m"
+    numbers, formulas = plan.memory(b=2, m=96, n=3), plan.memory()
+    sizes = {"b": 2, "m": 96, "n": 3}
+
+    def at(formula) -> int:
+        return int(formula.subs({s: sizes[s.name] for s in formula.free_symbols}).doit())
+
+    assert at(formulas.caches) == numbers.caches
+    assert at(formulas.workspace) == numbers.workspace
+    assert 0 <= numbers.values - at(formulas.values) <= 4 * arena.ALIGNMENT
+
+
+@pytest.mark.parametrize(
+    ("dims", "name"), [({"q": 1}, "q"), ({"m": -1}, "m"), ({"m": 1.5}, "m"), ({"m": True}, "m")]
+)
+def test_sizes_that_are_none_are_named(dims, name) -> None:
+    with pytest.raises(errors.BindingError) as caught:
+        compiler.plan(decoder).memory(**dims)
+    assert caught.value.name == name
+
+
+@pytest.mark.parametrize("m", range(4))
+def test_what_never_fits_is_refused(m: int) -> None:
+    plan = compiler.plan(decoder)
+    with pytest.raises(errors.ContractError) as caught:
+        plan.memory(b=1, m=m, n=4)
+    assert {f.code for f in caught.value.findings} == {"E112"}
+    assert plan.memory(b=1, m=4, n=4).caches
+
+
+def test_no_caller_of_a_branch_is_refused_for_what_it_may_not_reach() -> None:
+    @model
+    def program(cache: Mutable[CACHE], x: NEW, flag: SCALAR) -> Alias["cache"]:
+        if flag > 0:
+            cache = kv.CacheUpdate(cache, x, 0)
+        return cache
+
+    assert compiler.plan(program).memory(b=1, m=2, n=4).caches == 2 * 64 * 4
+
+
+def test_lives_that_touch_do_not_share() -> None:
+    offsets, total = arena.place([(100, (0, 2)), (40, (2, 3)), (100, (3, 4)), (0, (0, 9))])
+    assert offsets[0] == offsets[2] == 0 and offsets[1] == 128 and total == 192
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_an_arena_never_overlaps(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    wanted = []
+    for _ in range(generator.integers(1, 40)):
+        first, size = int(generator.integers(0, 20)), int(generator.integers(0, 1000))
+        wanted.append((size, (first, first + int(generator.integers(0, 6)))))
+    offsets, total = arena.place(wanted)
+    rows = np.zeros((26, total), np.int32)
+    for offset, (size, (first, last)) in zip(offsets, wanted, strict=True):
+        assert offset % arena.ALIGNMENT == 0
+        rows[first : last + 1, offset : offset + size] += 1
+    assert rows.max(initial=0) <= 1
+    together = max(
+        sum(-(-size // 64) * 64 for size, (a, b) in wanted if a <= step <= b) for step in range(26)
+    )
+    assert together <= total <= sum(-(-size // 64) * 64 for size, _ in wanted)
+
+
+def measured(program, roots: dict, feeds: dict) -> int:
+    """The most bytes that numpy is asked for by a binding, from its first run on."""
+    session = Session(program)
+    arrays = {name: session.allocate(name, **dims) for name, dims in roots.items()}
+    with session.bind(**arrays) as step:
+        tracemalloc.start()
+        try:
+            for _ in range(2):  # the second one prepares the buffers
+                step.run(**feeds)
+            tracemalloc.reset_peak()
+            step.run(**feeds)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+
+B, M, N = 4, 1024, 512
+DIMS = {"b": B, "m": M}
+X = np.ones((B, N, 64), np.float32)
+ZERO = np.zeros((), np.int64)
+
+
+@pytest.mark.parametrize(
+    ("program", "roots", "feeds", "sizes"),
+    [
+        (decoder, ("first", "second"), {"x": X, "position": ZERO}, {"n": N}),
+        (copying, ("cache",), {"x": X, "position": ZERO}, {"n": N}),
+        (looping, ("cache",), {"x": X, "position": ZERO}, {"n": N}),
+    ],
+    ids=lambda p: getattr(p, "name", None),
+)
+def test_values_agree_with_what_is_measured(program, roots, feeds, sizes) -> None:
+    found = measured(program, dict.fromkeys(roots, DIMS), feeds)
+    stated = compiler.plan(program).memory(**DIMS, **sizes)
+    assert stated.unknown == ()
+    assert found == pytest.approx(stated.values, rel=0.05)
+
+
+def test_workspace_agrees_with_what_is_measured() -> None:
+    rows, row = 500, workspace.REORDERED // 256  # a longer row is moved in pieces
+    feeds = {"indices": np.arange(rows)[::-1].copy()}
+    dims = {"b": rows, "m": row}
+    found = measured(reordered, {"cache": dims}, feeds)
+    stated = compiler.plan(reordered).memory(**dims)
+    assert found == pytest.approx(stated.workspace + stated.values, rel=0.05)
