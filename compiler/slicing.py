@@ -293,7 +293,8 @@ def _tensors(graph: ir.Graph, needed: set[ir.Value]) -> list[onnx.TensorProto]:
     found = []
     for value in graph.initializers.values():
         if value in needed and value.const_value is not None:
-            tensor = ir.to_proto(value.const_value)
+            # with its bytes: the slice is loaded from memory, and reads no file
+            tensor = ir.to_proto(ir.Tensor(value.const_value.numpy(), value.const_value.dtype))
             tensor.name = str(value.name)
             found.append(tensor)
     return found

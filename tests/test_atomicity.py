@@ -1,5 +1,6 @@
 """A run that is refused has changed no byte, wherever in the control flow the fault would come."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from onnx_inplace import Session, errors
-from onnx_inplace.dsl import BOOL, FLOAT, INT64, Alias, Mutable, function, kv, model, op
+from onnx_inplace.dsl import BOOL, FLOAT, INT64, Alias, Mutable, function, kv, model, op, weight
 
 Cache, New = FLOAT["heads", "capacity", 2], FLOAT["heads", "n", 2]
 CAPACITY = 8
@@ -123,3 +124,23 @@ def test_a_branch_behind_a_write(position: int, keep: bool, guarded) -> None:
     expected = None if 0 <= taken <= CAPACITY - 1 else (taken, 1)
     assert attempt(BRANCH, caches, new=new, position=position, keep=keep) == expected
     assert bool(caches["cache"][0, 0, 0] == 0) is (expected is None)
+
+
+def test_a_position_from_a_weight_that_stands_in_another_file(tmp_path: Path) -> None:
+    table = np.arange(20_000) % 7  # large enough for the file beside the model
+
+    @model
+    def program(
+        cache: Mutable[FLOAT["m", 4]], new: FLOAT["n", 4], row: INT64[()]
+    ) -> Alias["cache"]:
+        return kv.CacheUpdate(cache, new, op.Gather(weight(table, "table"), row))
+
+    program.save(tmp_path / "program.onnx")
+    session = Session(tmp_path / "program.onnx")
+    cache = session.allocate("cache", m=8)
+    with session.bind(cache=cache) as step:
+        step.run(new=np.ones((2, 4), np.float32), row=10)
+        assert cache[:, 0].tolist() == [0, 0, 0, 1, 1, 0, 0, 0]
+        with pytest.raises(errors.CapacityError):
+            step.run(new=np.ones((3, 4), np.float32), row=6)
+        assert cache.sum() == 8
