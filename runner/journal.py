@@ -57,12 +57,12 @@ def noted(step: steps.Kernel, action: Action) -> Action:
     def act(slots: Slots) -> None:
         try:
             action(slots)
+            slots[JOURNAL].append(note(slots))
         except errors.InplaceError:
             raise  # a kernel checks first: it has refused, and written nothing
-        except BaseException:
+        except BaseException:  # an interrupt may come between the write and its note, too
             slots[JOURNAL].append(note(slots))
             raise
-        slots[JOURNAL].append(note(slots))
 
     return act
 

@@ -9,6 +9,7 @@ import pytest
 
 from onnx_inplace import Session, compiler, errors
 from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, kv, model, op
+from onnx_inplace.runner import journal
 
 ONE = np.ones((1, 4), np.float32)
 
@@ -133,3 +134,40 @@ def test_a_position_that_changes_behind_the_checks_is_the_one_that_was_checked(
         step._checks = (*step._checks, meddle)  # what comes next in a run
         step.run(values=values, at=at)
     assert at.item() == 5 and cache[:, 0].tolist() == [0, 1, 0, 0]
+
+
+class Interrupted(list):
+    """Slots of a run, and a user who presses Ctrl+C when the first write is about to be noted."""
+
+    pressed = False
+
+    def __getitem__(self, slot):
+        if slot == journal.JOURNAL and not self.pressed:
+            self.pressed = True
+            raise KeyboardInterrupt
+        return super().__getitem__(slot)
+
+
+def test_an_interrupt_between_a_write_and_its_note_leaves_a_dirty_binding() -> None:
+    session = Session(scattered)
+    cache = session.allocate("cache", b=1, s=4)
+    with session.bind(cache=cache) as step:
+        step.run(values=ONE[None], start=[0])
+        made = step._frame.slots
+        step._frame.slots = lambda: Interrupted(made())
+        with pytest.raises(KeyboardInterrupt):
+            step.run(values=ONE[None], start=[1])
+        step._frame.slots = made
+        assert cache[0, 1].all()
+        with pytest.raises(errors.DirtyState, match="1 tokens at"):
+            step.run(values=ONE[None], start=[2])
+
+
+def test_a_plan_names_no_dimension_that_nobody_has_named() -> None:
+    @model
+    def one_row(cache: Mutable[FLOAT["s", 4]], rows: FLOAT["n", 4], i: INT64[()]) -> Alias["cache"]:
+        x = rows[i : i + 1]
+        return kv.CacheUpdate(cache, x, i)
+
+    (condition,) = Session(one_row).plan.conditions
+    assert str(condition) == "0 <= i and i + x.shape[-2] <= s (`cache`)"
