@@ -29,6 +29,7 @@ from onnx_inplace.compiler.steps import (
 )
 
 _SHARES = {"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}  # the library copies nothing
+_INTEGERS = {ir.DataType[f"{sign}INT{bits}"] for sign in ("", "U") for bits in (8, 16, 32, 64)}
 
 
 def build(
@@ -79,7 +80,7 @@ class _Collector:
             tuple(dims),
             tuple(self.bytes(value) for value in self.loaded.mutable),
             tuple(self.copied(copies)),
-            self.block(block),
+            self.block(block, list(self.integers())),
             tuple(self.fits()),
             tuple(self.unknown),
         )
@@ -109,10 +110,17 @@ class _Collector:
             whole = value is None or not isinstance(value.type, ir.TensorType)
             yield self.bytes(roots[copy.root] if whole or value is None else value)
 
+    def integers(self) -> Iterator[int]:
+        """Inputs that may be positions: a run copies them, so that no one changes them."""
+        for value in self.loaded.model.graph.inputs:
+            whole = isinstance(value.type, ir.TensorType) and value.dtype is not None
+            if whole and value not in self.loaded.mutable and value.dtype in _INTEGERS:
+                yield self.of_slot.index(value)
+
     # -- blocks
 
     def block(self, block: Block, held: Sequence[int] = ()) -> BlockUse:
-        """``held``: values that a loop keeps from the round before."""
+        """``held``: values that are kept during the block, as a loop's from the round before."""
         handed_on = {
             slot
             for step in block.steps

@@ -24,7 +24,8 @@ Bytes: TypeAlias = "int | sympy.Expr"
 class Memory:
     """The most that a run holds at once.
 
-    What the caller passes in for one run, and weights, are not in it. With formulas, ``values``
+    What the caller passes in for one run, and weights, are not in it; copies of integers that he
+    passes in are. With formulas, ``values``
     leaves out what alignment and the layout of the arena add.
 
     Attributes:
