@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
+from onnxruntime.capi import onnxruntime_pybind11_state as ort
 
 from onnx_inplace.compiler import errors, positions, sizes
 from onnx_inplace.compiler.conditions import Kind
@@ -83,9 +84,13 @@ class Prechecks:
             # Nothing to gain, and onnxruntime 1.32 loses results of an If when its optimizer
             # inlines an If in one of its branches whose condition is a constant.
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-            self._session = onnxruntime.InferenceSession(
-                checks.sliced.model, options, providers=["CPUExecutionProvider"]
-            )
+            try:
+                self._session = onnxruntime.InferenceSession(
+                    checks.sliced.model, options, providers=["CPUExecutionProvider"]
+                )
+            except (ort.InvalidGraph, ort.Fail, ort.NotImplemented) as error:
+                reason = f"what decides about positions cannot be loaded: {error}"
+                raise errors.ModelFileError("model", reason) from None
 
     def prepare(self, dims: Mapping[str, int]) -> tuple[Check, ...]:
         """Checks of a run with these dimensions.

@@ -8,6 +8,7 @@ import onnx
 import pytest
 
 from onnx_inplace import Session, compiler, errors
+from onnx_inplace.compiler import schema
 from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, kv, model, op
 from onnx_inplace.runner import journal
 
@@ -171,3 +172,19 @@ def test_a_plan_names_no_dimension_that_nobody_has_named() -> None:
 
     (condition,) = Session(one_row).plan.conditions
     assert str(condition).startswith("0 <= i and i + ") and "unk__" not in str(condition)
+
+
+def test_a_position_of_a_wrong_type_in_a_file_is_an_error_of_ours() -> None:
+    @model
+    def rounds(
+        cache: Mutable[FLOAT["s", 4]], values: FLOAT["n", 4], n: INT64[()]
+    ) -> Alias["cache"]:
+        for i in range(n):
+            cache = kv.CacheUpdate(cache, values, i)
+        return cache
+
+    proto = schema.ModelProto.FromString(rounds.serialized)
+    (loop,) = (node for node in proto.graph.node if node.op_type == "Loop")
+    loop.input[1] = "n"  # the condition is no BOOL
+    with pytest.raises(errors.ModelFileError, match="Loop"):
+        Session(proto.SerializeToString())
