@@ -268,9 +268,10 @@ def _plain(node: ir.Node) -> onnx.NodeProto:
 
 
 def _info(value: ir.Value) -> onnx.ValueInfoProto:
-    """Name and element type. Shapes are left to the run: what is carried may change its own."""
+    """Name, type and rank. Sizes are left to the run: what is carried may change its own."""
     if isinstance(value.type, ir.TensorType):
-        return onnx.helper.make_tensor_value_info(str(value.name), value.type.dtype.value, None)
+        rank = None if value.shape is None else [None] * len(value.shape)
+        return onnx.helper.make_tensor_value_info(str(value.name), value.type.dtype.value, rank)
     if value.type is None:
         return onnx.ValueInfoProto(name=str(value.name))
     return _info_with_shape(value)

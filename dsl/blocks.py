@@ -56,13 +56,23 @@ def condition(test: Operand, what: str) -> ir.Value:
     return value
 
 
-def close(block: recorder.Block, results: Sequence[ir.Value], location: Location) -> None:
-    """Make ``results`` the outputs of ``block``, each a value that the block itself made, once."""
+def close(
+    block: recorder.Block,
+    results: Sequence[ir.Value],
+    location: Location,
+    *,
+    parameters: bool = True,
+) -> None:
+    """Make ``results`` the outputs of ``block``, each a value that the block itself made, once.
+
+    ``parameters``: its own parameters may be results as well.
+    """
     r = recorder.current()
     outputs: list[ir.Value] = []
     with r.reopened(block):
         for value in results:
             own = r.owner(value) is block and not value.is_initializer()
+            own = own and (parameters or not value.is_graph_input())
             if not r.is_unknown(value) and (not own or any(value is v for v in outputs)):
                 value = identity(r, value, location)
             outputs.append(value)

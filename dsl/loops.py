@@ -313,7 +313,14 @@ class _Recording:
                 assert self.condition is not None
                 inputs = [None, blocks.condition(items.first, "while"), *initial]
                 leading = [self.condition]
-        blocks.close(self.block, [*leading, *results, *stacked], location)
+        # onnxruntime 1.32 runs a Scan wrongly that returns a parameter in another one's place
+        returns_parameters = op_type != "Scan"
+        blocks.close(
+            self.block,
+            [*leading, *results, *stacked],
+            location,
+            parameters=returns_parameters,
+        )
         if any(r.is_unknown(v) for v in (*leading, *results, *stacked)):
             return [r.unknown(n) for n in names]
         attributes.insert(0, ir.AttrGraph("body", self.block.graph))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from recorded import operators, proto, refused, shapes, stock
 
-from onnx_inplace import errors
+from onnx_inplace import Session, errors
 from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, kv, model, op, scan, stack
 
 rng = np.random.default_rng(0)
@@ -144,3 +144,51 @@ def test_a_step_is_stacked_once(where: str) -> None:
     with pytest.raises(errors.ContractError) as caught:
         declare()
     assert {f.code for f in caught.value.findings} == {"E100"}
+
+
+def test_variables_may_change_places_in_a_scan_within_a_loop() -> None:
+    """Stock onnxruntime reads freed memory where a body of Scan returns a parameter as it is."""
+
+    @model
+    def program(a: INT64[2], n: INT64[()]) -> tuple[INT64[2], INT64[2]]:
+        b = a
+        for _ in range(n):
+            sums = stack()
+            for x in scan(a):
+                a, b = b, a + b
+                sums.append(x + n)
+            b = sums + 0
+        return a, b
+
+    a, b = np.array([1, 2]), np.array([1, 2])
+    for _ in range(3):
+        given = a
+        for _ in given:
+            a, b = b, a + b
+        b = given + 3
+    first, second = stock(program, a=np.array([1, 2]), n=3).values()
+    np.testing.assert_array_equal(first, a)
+    np.testing.assert_array_equal(second, b)
+
+
+def test_a_scan_in_a_loop_whose_writes_are_checked_before() -> None:
+    """In the slice of the checks, too, the body of a Scan knows the ranks of what is carried."""
+
+    @model
+    def program(
+        cache: Mutable[INT64[3, 2]], a: INT64[2, 2], n: INT64[()]
+    ) -> tuple[Alias["cache"], INT64[2, 2]]:
+        b = a
+        for _ in range(n):
+            rows = stack()
+            for row in scan(a):
+                a, b = b, a + b
+                cache = kv.CacheUpdate(cache, op.Unsqueeze(row, [0]), n % 3)
+                rows.append(row + n)
+            b = rows + 0
+        return cache, b
+
+    cache, a = np.zeros((3, 2), np.int64), np.array([[1, 2], [3, 4]])
+    with Session(program).bind(cache=cache) as step:
+        step.run(a=a, n=1)
+    assert cache.tolist() == [[0, 0], [3, 4], [0, 0]]
