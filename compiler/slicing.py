@@ -204,6 +204,7 @@ class Slicer:
             after is not None,
             parameter=after is not None,
             scan=node.op_type == "Scan",
+            stops=node.op_type == "Loop" and after is not None and not stacked,
         )
         steering = node.inputs[:2] if node.op_type == "Loop" else ()
         inputs = ["" if v is None else str(v.name) for v in steering]
@@ -229,8 +230,13 @@ class Slicer:
         *,
         parameter: bool = False,
         scan: bool = False,
+        stops: bool = False,
     ) -> onnx.GraphProto:
-        """What stays of a branch or body; the token stands between the two kinds of ports."""
+        """What stays of a branch or body; the token stands between the two kinds of ports.
+
+        A body that ``stops`` makes no further round once its token holds a violation: the first
+        one is what is reported, and a loop without an end would never report it.
+        """
         nodes: list[onnx.NodeProto] = []
         self._writer.open()
         last = self._block(body, token, nodes)
@@ -243,6 +249,11 @@ class Slicer:
             nodes.append(onnx.helper.make_node("Identity", [last], [name]))
             shape = [TOKEN_SIZE] if scan else None
             returned = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, shape)]
+        results = [*map(info, outputs)]
+        if stops:
+            going = self._names.new("going")
+            nodes.extend(_unless_violated(last, results[0].name, going, self._names))
+            results[0] = onnx.helper.make_tensor_value_info(going, onnx.TensorProto.BOOL, None)
         return onnx.helper.make_graph(
             nodes,
             body.name or "body",
@@ -252,9 +263,20 @@ class Slicer:
                 *([state] if parameter else []),
                 *map(_info, elements),
             ],
-            [*map(info, outputs), *returned, *map(info, stacked)],
+            [*results, *returned, *map(info, stacked)],
             initializer=_tensors(body, self._needed),
         )
+
+
+def _unless_violated(
+    token: str, condition: str, result: str, names: Names
+) -> Iterable[onnx.NodeProto]:
+    """``result``: the condition holds, and the token is zero."""
+    first, number, clean = (names.new(base) for base in ("first", "number", "clean"))
+    yield onnx.helper.make_node("Constant", [], [first], value_int=0)
+    yield onnx.helper.make_node("Gather", [token, first], [number])
+    yield onnx.helper.make_node("Equal", [number, first], [clean])
+    yield onnx.helper.make_node("And", [condition, clean], [result])
 
 
 def _plain(node: ir.Node) -> onnx.NodeProto:

@@ -188,3 +188,21 @@ def test_a_position_of_a_wrong_type_in_a_file_is_an_error_of_ours() -> None:
     loop.input[1] = "n"  # the condition is no BOOL
     with pytest.raises(errors.ModelFileError, match="Loop"):
         Session(proto.SerializeToString())
+
+
+def test_a_loop_without_an_end_is_refused_at_its_first_violation(guarded, untouched) -> None:
+    @model
+    def endless(
+        cache: Mutable[FLOAT["s", 4]], values: FLOAT["n", 4], n: INT64[()]
+    ) -> Alias["cache"]:
+        i = 0
+        while i < n:
+            cache = kv.CacheUpdate(cache, values, i)
+            i = i + 1
+        return cache
+
+    cache = guarded((4, 4))
+    with Session(endless).bind(cache=cache) as step, untouched(cache):
+        with pytest.raises(errors.CapacityError) as caught:
+            step.run(values=ONE, n=2**62)
+        assert caught.value.position == 4
