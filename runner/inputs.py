@@ -39,13 +39,13 @@ class Port:
     @classmethod
     def of(cls, value: ir.Value) -> Port:
         """Describe a value of a graph."""
-        if value.dtype is None:
+        if value.dtype in (None, ir.DataType.UNDEFINED):
             raise errors.BindingError(
                 f"`{value.name}`: the model does not say what its elements are.", value.name
             )
         shape = None
         if value.shape is not None:
-            shape = tuple(d if isinstance(d, int) else d.value for d in value.shape)
+            shape = tuple(d if isinstance(d, int) else d.value or None for d in value.shape)
         return cls(str(value.name), np.dtype(value.dtype.numpy()), shape)
 
     @property

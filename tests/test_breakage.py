@@ -206,3 +206,17 @@ def test_a_loop_without_an_end_is_refused_at_its_first_violation(guarded, untouc
         with pytest.raises(errors.CapacityError) as caught:
             step.run(values=ONE, n=2**62)
         assert caught.value.position == 4
+
+
+def test_dimensions_with_an_empty_name_are_not_one_dimension() -> None:
+    proto = schema.ModelProto.FromString(scattered.serialized)
+    for value in (*proto.graph.input[:2], *proto.graph.output):
+        for dim in value.type.tensor_type.shape.dim[:2]:
+            dim.dim_param = ""
+    session = Session(proto.SerializeToString())
+    cache = np.zeros((2, 4, 4), np.float32)
+    with session.bind(cache=cache) as step:
+        assert step.run(values=np.ones((2, 1, 4), np.float32), start=[0, 3])[0] is cache
+        with pytest.raises(errors.StorageMismatch):
+            step.run(values=np.ones((1, 1, 4), np.float32), start=[0, 3])
+    assert cache[:, :, 0].tolist() == [[1, 0, 0, 0], [0, 0, 0, 1]]
