@@ -180,10 +180,10 @@ class _Judge:
         length: sympy.Expr | None,
         capacity: sympy.Expr | None,
     ) -> str:
-        where = "at no position" if at is None else f"at {r.port} {at}"
+        fit = "fit at no position" if at is None else f"do not fit at {r.port} {at}"
         if r.kind is Kind.LENGTH:
             return f"`{r.root}` has a capacity of {capacity}: {r.port} of {at} is out of range."
-        return f"`{r.root}` has a capacity of {capacity}: {length} fit {where}."
+        return f"`{r.root}` has a capacity of {capacity}: {length} {fit}."
 
     # -- sizes and numbers as expressions
 
