@@ -210,8 +210,6 @@ class ShapesContext:
             a, b = b, a
         if isinstance(b, str):
             self._same[b] = a  # the older name stays
-        elif isinstance(a, str) and isinstance(b, int):
-            self._same[a] = b
         self.constraints.append(Constraint(a, b, what))
         self._note(str(b), f"is {a}", what)
         return True
