@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 import sympy
@@ -76,18 +76,10 @@ def judge(
             yield judgement
 
 
-def findings(
-    graph: ir.Graph,
-    roots: Mapping[ir.Value, ir.Value],
-    mutable: Sequence[ir.Value],
-    source: Mapping[ir.Value, ir.Value],
-    locate: Locate,
-    guarded: Guarded = Guarded.REFUTED,
-) -> list[Finding]:
+def findings(judgements: Iterable[Judgement], locate: Locate) -> list[Finding]:
     """E112 for every write or read that fits in no run, one for each node."""
     found: dict[ir.Node | None, Finding] = {}
-    known = extents.Extents(graph, source)
-    for judgement in judge(graph, roots, mutable, known, guarded):
+    for judgement in judgements:
         node = judgement.requirement.node
         if judgement.verdict is Verdict.REFUTED and node not in found:
             found[node] = Finding("E112", judgement.reason, locate(node))

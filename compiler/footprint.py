@@ -13,7 +13,6 @@ import onnx_ir as ir
 
 from onnx_inplace.compiler import conditions, flat, integrity, loader, sizes, workspace
 from onnx_inplace.compiler.conditions import Kind, Linear, Requirement
-from onnx_inplace.compiler.extents import Extents
 from onnx_inplace.compiler.memory import BlockUse, Fit, Footprint, Item, Use
 from onnx_inplace.compiler.sizes import Size
 from onnx_inplace.compiler.steps import (
@@ -34,7 +33,6 @@ _INTEGERS = {ir.DataType[f"{sign}INT{bits}"] for sign in ("", "U") for bits in (
 
 def build(
     loaded: loader.Loaded,
-    known: Extents,
     block: Block,
     values: Sequence[Value],
     slots: Mapping[ir.Value, int],
@@ -45,26 +43,24 @@ def build(
 
     Args:
         loaded: the model.
-        known: sizes of its values.
         block: of the plan.
         values: of the plan.
         slots: of the plan, by value of the model.
         nodes: of steps, by their ``id``.
         copies: of the plan.
     """
-    return _Collector(loaded, known, values, slots, nodes).run(block, copies)
+    return _Collector(loaded, values, slots, nodes).run(block, copies)
 
 
 class _Collector:
     def __init__(
         self,
         loaded: loader.Loaded,
-        known: Extents,
         values: Sequence[Value],
         slots: Mapping[ir.Value, int],
         nodes: Mapping[int, Sequence[ir.Node]],
     ):
-        self.loaded, self.known, self.values, self.nodes = loaded, known, values, nodes
+        self.loaded, self.known, self.values, self.nodes = loaded, loaded.extents, values, nodes
         self.of_slot = list(slots)
         self.unknown: dict[str, None] = {}
 

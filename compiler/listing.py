@@ -79,23 +79,35 @@ def fallbacks(nodes: list[ir.Node], facts: partition.Facts) -> tuple[Fallback, .
 
 def conditions(judgements: Iterable[Judgement]) -> tuple[Condition, ...]:
     """What sizes leave open, each once, in the order of the program."""
+    return _listed(judgements, Verdict.OPEN)
+
+
+def proofs(judgements: Iterable[Judgement]) -> tuple[Condition, ...]:
+    """What holds in every run, each once, in the order of the program."""
+    return _listed(judgements, Verdict.PROVED)
+
+
+def _listed(judgements: Iterable[Judgement], verdict: Verdict) -> tuple[Condition, ...]:
     found = (
-        Condition(_open(j), j.requirement.root, integrity.source(j.requirement.node))
+        Condition(_text(j), j.requirement.root, integrity.source(j.requirement.node))
         for j in judgements
-        if j.verdict is Verdict.OPEN
+        if j.verdict is verdict
     )
     return tuple(dict.fromkeys(found))
 
 
-def _open(judgement: Judgement) -> str:
-    """What must hold, in the author's names; counters of loops stand at their extremes."""
-    r = judgement.requirement
+def _text(judgement: Judgement) -> str:
+    """What must hold, in the author's names; counters of loops stand at their extremes.
+
+    Of what is left open, the end that holds in every run is not said.
+    """
+    r, proved = judgement.requirement, judgement.verdict is Verdict.PROVED
     name = str(r.subject.name) if isinstance(r.subject, ir.Value) else r.port
     lowest = name if judgement.lowest is None else str(judgement.lowest)
     capacity = r.capacity[0] if len(r.capacity) == 1 else None
     room = _known(judgement.capacity, capacity, "the capacity")
     parts = []
-    if judgement.lowest is None or not judgement.lowest.is_nonnegative:
+    if proved or judgement.lowest is None or not judgement.lowest.is_nonnegative:
         low = r.low[0] if len(r.low) == 1 else None
         parts.append(f"{_known(None, low, '0')} <= {lowest}")
     if not any(high.constant == MOST for high in r.high):
@@ -108,7 +120,11 @@ def _end(judgement: Judgement, name: str) -> str:
     r, highest, length = judgement.requirement, judgement.highest, judgement.length
     if r.kind is Kind.LENGTH:
         return name if highest is None else str(highest)
-    if highest is not None and length is not None and not highest.is_Symbol:
+    if (
+        highest is not None
+        and length is not None
+        and not (highest.is_Symbol or highest.is_positive)
+    ):
         return str(sympy.expand(highest + length))
     start = name if highest is None else str(highest)
     return f"{start} + {_known(length, r.length, 'its length')}"

@@ -28,6 +28,7 @@ from onnx_inplace.compiler import (
 )
 from onnx_inplace.compiler.contract import Access
 from onnx_inplace.compiler.errors import ContractError, Finding
+from onnx_inplace.compiler.extents import Extents
 from onnx_inplace.compiler.facts import Where
 from onnx_inplace.compiler.program import Program
 
@@ -40,12 +41,16 @@ class Loaded:
         model: the flat model.
         aliases: what the analysis found on it.
         mutable: graph inputs that the caller lends for writing.
+        extents: sizes of its values, as far as the inputs fix them.
+        judgements: what is known before a run of each position, index and length.
         program: the model as it stands in the file.
     """
 
     model: ir.Model = dataclasses.field(repr=False)
     aliases: alias.AliasMap = dataclasses.field(repr=False)
     mutable: list[ir.Value] = dataclasses.field(repr=False)
+    extents: Extents = dataclasses.field(repr=False)
+    judgements: tuple[capacity.Judgement, ...] = dataclasses.field(repr=False)
     program: Program
 
     @property
@@ -231,17 +236,12 @@ def _flatten(verified: Verified, program: Program) -> Loaded:
     _refuse(aliases.findings)
     pairs = zip(model.graph.inputs, verified.access, strict=True)
     mutable = [value for value, access in pairs if access is Access.READ_WRITE]
-    _refuse(
-        capacity.findings(
-            model.graph,
-            aliases.root,
-            mutable,
-            aliases.source,
-            derivation.locate,
-            capacity.Guarded.OPEN,
-        )
+    known = Extents(model.graph, aliases.source)
+    judgements = tuple(
+        capacity.judge(model.graph, aliases.root, mutable, known, capacity.Guarded.OPEN)
     )
-    return Loaded(model, aliases, mutable, program)
+    _refuse(capacity.findings(judgements, derivation.locate))
+    return Loaded(model, aliases, mutable, known, judgements, program)
 
 
 def _analyse(model: ir.Model, verified: Verified) -> alias.AliasMap:

@@ -15,9 +15,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onnx_inplace.compiler import (
-    capacity,
     contract,
-    extents,
     fixed,
     flat,
     footprint,
@@ -99,10 +97,7 @@ class _Planner:
         block = self.block(ordered)
         values = tuple(self.describe(v) for v in self.slots)
         nodes = list(graph.all_nodes())
-        known = extents.Extents(graph, self.aliases.source)
         copies = listing.copies(nodes, self.facts)
-        roots, mutable = self.aliases.root, self.loaded.mutable
-        judgements = capacity.judge(graph, roots, mutable, known, capacity.Guarded.OPEN)
         return ExecutionPlan(
             values=values,
             constants=MappingProxyType(
@@ -131,10 +126,9 @@ class _Planner:
             ),
             copies=copies,
             fallbacks=listing.fallbacks(nodes, self.facts),
-            conditions=listing.conditions(judgements),
-            footprint=footprint.build(
-                self.loaded, known, block, values, self.slots, self.nodes, copies
-            ),
+            conditions=listing.conditions(self.loaded.judgements),
+            proofs=listing.proofs(self.loaded.judgements),
+            footprint=footprint.build(self.loaded, block, values, self.slots, self.nodes, copies),
         )
 
     # -- first pass: order and use of weights

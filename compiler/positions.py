@@ -19,7 +19,6 @@ import onnx_ir as ir
 from onnx_inplace.compiler import check_nodes, conditions, loader, merging, sizes, slicing
 from onnx_inplace.compiler.conditions import Kind, Linear, Requirement
 from onnx_inplace.compiler.errors import ContractError, Finding
-from onnx_inplace.compiler.extents import Extents
 from onnx_inplace.compiler.knowledge import Knowledge, bodies, is_control
 from onnx_inplace.compiler.sizes import Size
 
@@ -126,7 +125,7 @@ class _Builder:
     def __init__(self, loaded: loader.Loaded):
         self.model, self.aliases, self.mutable = loaded.model, loaded.aliases, loaded.mutable
         graph = loaded.model.graph
-        self.extents = Extents(graph, self.aliases.source)
+        self.extents = loaded.extents
         self.knowledge = Knowledge(graph, self.aliases.root, self.mutable)
         self.static: dict[object, Static] = {}
         self.direct: dict[object, Direct] = {}

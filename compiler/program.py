@@ -21,6 +21,7 @@ from onnx_inplace.compiler import (
     capacity,
     emitter,
     errors,
+    extents,
     facts,
     files,
     operators,
@@ -170,7 +171,9 @@ def _analyse_one(
         returned=declaration.returned,
     )
     graph = declaration.function.graph
-    exceeded = capacity.findings(graph, aliases.root, declaration.mutable, aliases.source, locate)
+    known = extents.Extents(graph, aliases.source)
+    judgements = capacity.judge(graph, aliases.root, declaration.mutable, known)
+    exceeded = capacity.findings(judgements, locate)
     if aliases.findings or exceeded:
         raise errors.ContractError([*aliases.findings, *exceeded])
     return facts.Analysed(declaration.function, aliases, declaration.access)

@@ -147,9 +147,8 @@ class ShapesContext:
         self._clear()
         loaded = loader.load(model)
         graph, aliases = loaded.model.graph, loaded.aliases
-        known = extents.Extents(graph, aliases.source)
         values = list(_values(graph))
-        partials = {v: _whole(v, known) for v in values}
+        partials = {v: _whole(v, loaded.extents) for v in values}
         for value, shape in partials.items():
             self._note(str(value.name), str(shape), _origin(value))
         findings = [

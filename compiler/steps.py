@@ -291,7 +291,7 @@ class Fallback:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Condition:
-    """What must hold of the inputs of a run and is only known then."""
+    """What must hold of the inputs of a run: it is proved to, or a run checks it first."""
 
     text: str
     root: str
@@ -353,6 +353,7 @@ class ExecutionPlan:
         copies: what copies a root.
         fallbacks: what runs over the whole capacity.
         conditions: what is left to run time.
+        proofs: what holds in every run, of positions, indices and lengths.
         footprint: what ``memory`` is computed from.
     """
 
@@ -367,6 +368,7 @@ class ExecutionPlan:
     copies: tuple[Copied, ...]
     fallbacks: tuple[Fallback, ...]
     conditions: tuple[Condition, ...]
+    proofs: tuple[Condition, ...]
     footprint: Footprint = dataclasses.field(repr=False)
 
     def memory(self, **dims: int) -> Memory:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from onnx_inplace import compiler
 from onnx_inplace.cli.commands import app
 from onnx_inplace.compiler import errors, facts, schema
-from onnx_inplace.dsl import BFLOAT16, Alias, Mutable, kv, model
+from onnx_inplace.dsl import BFLOAT16, INT64, Alias, Mutable, kv, model
 
 GOOD = """
 import helper_of_mine
@@ -251,6 +251,40 @@ def test_plan(folder: Path) -> None:
     assert content["copies"] == [] and len(content["checked in a run"]) == 2
     loops = [line for line in content["steps"] if "Loop(" in line]
     assert len(loops) == 1 and "is cache, other" in loops[0]
+
+
+def test_plan_says_what_a_run_needs(folder: Path) -> None:
+    text = ok("plan", "loop.onnx")
+    assert "32*capacity*heads" in text  # two caches of [heads, capacity, 4] floats
+    assert "memory [bytes]:" in text and "peak" in text
+    dims = "heads:2,capacity:8,n:1"
+    content = json.loads(ok("plan", "loop.onnx", "--dims", dims, "--json"))["memory"]
+    assert content["caches"] == 2 * 2 * 8 * 4 * 4 and content["extra_cache_bytes"] == 0
+    parts = (content[part] for part in ("caches", "values", "workspace", "pages"))
+    assert content["peak"] == sum(parts)
+    assert f"{content['peak']:,}" in ok("plan", "loop.onnx", "--dims", dims)
+    half = json.loads(ok("plan", "loop.onnx", "--dims", "heads:2", "--json"))["memory"]
+    assert half["caches"] == "64*capacity"
+
+
+def test_plan_refuses_dimensions_that_are_none(folder: Path) -> None:
+    assert "rows" in fails(1, "plan", "loop.onnx", "--dims", "rows:2")
+    file_programs.plain.save("plain.onnx")
+    assert "E112" in fails(1, "plan", "plain.onnx", "--dims", "heads:1,capacity:4,n:5")
+    assert "DIMENSION:SIZE" in fails(2, "plan", "loop.onnx", "--dims", "heads")
+
+
+def test_plan_shows_what_is_proved(folder: Path) -> None:
+    @model
+    def fits(
+        cache: Mutable[BFLOAT16[2, 8, 4]], new: BFLOAT16[2, 1, 4], position: INT64[()]
+    ) -> Alias["cache"]:
+        return kv.CacheUpdate(kv.CacheUpdate(cache, new, 7), new, position)
+
+    fits.save("fits.onnx")
+    content = json.loads(ok("plan", "fits.onnx", "--json"))
+    assert content["proved"] == ["0 <= 7 and 7 + 1 <= 8 (`cache`)"]
+    assert content["checked in a run"] == ["0 <= position and position + 1 <= 8 (`cache`)"]
 
 
 @pytest.mark.parametrize("name", file_programs.ALL)

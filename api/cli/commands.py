@@ -199,13 +199,21 @@ def show_(model: ModelPath, json_: Json = False) -> None:
 
 @app.command("plan")
 @report.reported
-def plan_(model: ModelPath, json_: Json = False) -> None:
-    """Print the steps of a run, what copies, and what a run checks before it writes."""
+def plan_(
+    model: ModelPath,
+    dims: Annotated[
+        str | None,
+        typer.Option("--dims", metavar="DIMS", help="batch:1,max_length:64: bytes, not formulas."),
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Print the steps of a run, its memory, what copies, what is proved and what a run checks."""
+    sizes = {} if dims is None else values.sizes(dims, "--dims")
     plan = compiler.plan(model)
     if json_:
-        report.print_json(planned.to_json(plan))
+        report.print_json(planned.to_json(plan, sizes))
     else:
-        planned.render(plan, str(model))
+        planned.render(plan, str(model), sizes)
 
 
 @app.command()

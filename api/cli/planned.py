@@ -1,4 +1,4 @@
-"""A plan for readers: steps in order, then what copies, what reads too much, what a run checks."""
+"""A plan for readers: steps, memory, what copies or reads too much, what is proved or checked."""
 
 from __future__ import annotations
 
@@ -10,33 +10,87 @@ from rich.console import Console
 from rich.text import Text
 
 from onnx_inplace.compiler import steps
+from onnx_inplace.compiler.memory import Bytes, Memory
 
 _Note = steps.Copied | steps.Fallback | steps.Condition
 
 
-def render(plan: steps.ExecutionPlan, path: str) -> None:
-    """Draw a plan; colours only on a terminal, and no line is broken or cut."""
+def render(plan: steps.ExecutionPlan, path: str, dims: Mapping[str, int]) -> None:
+    """Draw a plan; colours only on a terminal, and no line is broken or cut.
+
+    Raises:
+        errors.BindingError: the model has no such dimension.
+        errors.ContractError: no run with these dimensions is possible.
+    """
+    memory = plan.memory(**dims)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(Text(path, "dim"))
     for depth, line in _block(plan, plan.block, 1):
         console.print(Text("  " * depth).append_text(line))
+    console.print(Text.assemble(("memory [bytes]", "bold"), _given(dims)))
+    rows = memory_rows(memory)
+    titles, amounts = (max(len(row[column]) for row in rows) for column in (0, 1))
+    for part, size, meaning in rows:
+        console.print(Text(f"  {part:{titles}}  {size:{amounts}}  ").append(meaning, "dim"))
     for title, notes in _notes(plan).items():
         console.print(Text.assemble((title, "bold"), ": none" if not notes else ":"))
         for note in notes:
             console.print(Text(f"  {note}").append_text(_place(note.location)))
 
 
-def to_json(plan: steps.ExecutionPlan) -> dict[str, object]:
-    """For programs."""
+def to_json(plan: steps.ExecutionPlan, dims: Mapping[str, int]) -> dict[str, object]:
+    """For programs.
+
+    Raises:
+        errors.BindingError: the model has no such dimension.
+        errors.ContractError: no run with these dimensions is possible.
+    """
+    memory = plan.memory(**dims)
     lines = ["  " * (depth - 1) + line.plain for depth, line in _block(plan, plan.block, 1)]
     notes = {title: [str(note) for note in notes] for title, notes in _notes(plan).items()}
-    return {"ok": True, "steps": lines, **notes}
+    sizes = {name: _json(getattr(memory, name)) for name, _, _ in _PARTS}
+    counted = {**sizes, "unknown": list(memory.unknown)}
+    return {"ok": True, "steps": lines, "memory": counted, **notes}
+
+
+_PARTS = (
+    ("caches", "caches", "lent by the caller, written in place"),
+    ("values", "values", "buffers, results, what passes between steps"),
+    ("workspace", "workspace", "temporary, of the step that needs most"),
+    ("pages", "new pages", "of paged caches"),
+    ("peak", "peak", "all of it"),
+    ("extra_cache_bytes", "copies of caches", "part of values"),
+)
+
+
+def memory_rows(memory: Memory) -> list[tuple[str, str, str]]:
+    """Title, amount and meaning of each part; formulas where dimensions are missing."""
+    rows = [(title, amount(getattr(memory, name)), note) for name, title, note in _PARTS]
+    if memory.unknown:
+        rows.append(("not counted", ", ".join(memory.unknown), "depends on data"))
+    return rows
+
+
+def amount(size: Bytes) -> str:
+    """Bytes for readers: a number, or a formula."""
+    number = _json(size)
+    return f"{number:,}" if isinstance(number, int) else number
+
+
+def _json(size: Bytes) -> int | str:
+    return int(size) if isinstance(size, int) or size.is_Integer else str(size)
+
+
+def _given(dims: Mapping[str, int]) -> str:
+    given = ", ".join(f"{name} = {size}" for name, size in dims.items())
+    return f" with {given}:" if given else ":"
 
 
 def _notes(plan: steps.ExecutionPlan) -> dict[str, Sequence[_Note]]:
     return {
         "copies": plan.copies,
         "read over the whole capacity": plan.fallbacks,
+        "proved": plan.proofs,
         "checked in a run": plan.conditions,
     }
 

@@ -56,14 +56,25 @@ def cache(text: str, name: str) -> CacheArgument:
     """Storage: a ``.npy`` file, or ``batch:1,max_length:64``."""
     if text.endswith(".npy"):
         return CacheArgument(name, Path(text), {})
-    dims = {}
+    form = "neither a .npy file nor DIMENSION:SIZE"
+    return CacheArgument(name, None, sizes(text, "--cache", form, f"{name}: "))
+
+
+def sizes(
+    text: str, option: str, form: str = "not DIMENSION:SIZE", who: str = ""
+) -> dict[str, int]:
+    """``batch:1,max_length:64``.
+
+    Raises:
+        typer.BadParameter: another form.
+    """
+    found = {}
     for part in text.split(","):
-        dim, colon, size = part.partition(":")
+        dim, colon, size = part.rpartition(":")
         if not colon or not size.isdecimal():
-            message = f"{name}: {part!r} is neither a .npy file nor DIMENSION:SIZE"
-            raise typer.BadParameter(message, param_hint="--cache")
-        dims[dim.strip()] = int(size)
-    return CacheArgument(name, None, dims)
+            raise typer.BadParameter(f"{who}{part!r} is {form}", param_hint=option)
+        found[dim.strip()] = int(size)
+    return found
 
 
 def open_cache(argument: CacheArgument) -> np.ndarray[Any, Any]:
