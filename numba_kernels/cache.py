@@ -43,7 +43,7 @@ def folder() -> pathlib.Path | None:
 def _digest() -> str:
     versions = f"{numba.__version__} {llvmlite.__version__} {numba.config.BOUNDSCHECK}"
     state = hashlib.sha256(versions.encode())
-    for file in sorted(_SOURCES.glob("*.py")):
+    for file in sorted(_SOURCES.rglob("*.py")):
         state.update(file.read_bytes())
     return state.hexdigest()[:16]
 
