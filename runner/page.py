@@ -31,7 +31,8 @@ class Page:
     def format(self) -> PageFormat:
         """How the bytes are read."""
         store = self._cache.store
-        return store.codec.formats[store.table.format[store.row(self.id)]]
+        found: PageFormat = store.codec.formats[store.table.format[store.row(self.id)]]
+        return found
 
     @property
     def quantized_type(self) -> str:

@@ -133,7 +133,7 @@ def _aligned(size: int, zeroed: bool) -> Array:
 
 
 def _find_trim() -> Callable[[], object]:
-    """glibc keeps what is freed unless it lies at the end of the heap; others have no such call."""
+    """What is freed stays with the C library unless it ends the heap; glibc can be asked for it."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):

@@ -1,8 +1,8 @@
 """A cache made of pages, each with a format of its own: what its owner may do, between runs.
 
 Decides when something may be done. What is done, and that a refusal or a lack of memory leaves
-everything as it was, is decided in ``page_store``; where pages stand, in ``page_table``; where their
-bytes come from, in ``page_memory``; what these mean, in ``page_codec``.
+everything as it was, is decided in ``page_store``; where pages stand, in ``page_table``; where
+their bytes come from, in ``page_memory``; what these mean, in ``page_codec``.
 """
 
 from __future__ import annotations
