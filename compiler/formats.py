@@ -13,13 +13,13 @@ the specification in ``tests/page_specification.py``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import onnx_ir as ir
 
-from onnx_inplace.compiler import page_layout
+from onnx_inplace.compiler import format_messages, page_layout
 from onnx_inplace.compiler.encodings import Encoding, Fit, Grouping, Offset
 from onnx_inplace.compiler.errors import FormatError
 from onnx_inplace.compiler.page_layout import HalfLayout, PageLayout
@@ -43,6 +43,7 @@ __all__ = [
     "Offset",
     "PageFormat",
     "PageLayout",
+    "read_table",
 ]
 
 
@@ -123,6 +124,34 @@ class PageFormat:
         layout = self.layout(dims)
         return 8 * layout.size / (2 * layout.heads * layout.page_size * layout.head_size)
 
+    def to_proto(self) -> Any:
+        """The format as a ``schema.QuantizationProto``, every field that says something set."""
+        return format_messages.build(self.name, self.version, self.key, self.value)
+
+    @classmethod
+    def from_proto(cls, proto: Any) -> PageFormat:
+        """The format that a ``schema.QuantizationProto`` describes: ``from_proto(to_proto())``.
+
+        Raises:
+            FormatError: a version, field, enum value or combination that is not known here; fields
+                that contradict each other; a name of this module with another meaning.
+        """
+        try:
+            read = cls(
+                proto.name, *format_messages.read_encodings(proto), format_messages.version(proto)
+            )
+            fault = format_messages.difference(proto, read.to_proto())
+        except FormatError:
+            raise
+        except ValueError as error:
+            raise FormatError(proto.name, str(error)) from None
+        known = BUILTIN.get(read.name)
+        if not fault and known is not None and read != known:
+            fault = format_messages.difference(proto, known.to_proto())
+        if fault:
+            raise FormatError(proto.name, fault)
+        return known or read
+
 
 def _plain(name: str, storage: ir.DataType) -> PageFormat:
     return PageFormat(name, Encoding(storage), Encoding(storage))
@@ -173,3 +202,18 @@ BUILTIN: Final[Mapping[str, PageFormat]] = MappingProxyType(
         )
     }
 )
+
+
+def read_table(protos: Iterable[Any]) -> dict[str, PageFormat]:
+    """The formats of ``ModelProto.quantizations``, or of a saved state, by name.
+
+    Raises:
+        FormatError: one of them cannot be read, or two have one name.
+    """
+    table: dict[str, PageFormat] = {}
+    for proto in protos:
+        page_format = PageFormat.from_proto(proto)
+        if page_format.name in table:
+            raise FormatError(page_format.name, "declared twice")
+        table[page_format.name] = page_format
+    return table

@@ -47,6 +47,7 @@ class Declared:
 #   ZERO_POINT: scale * (code - offset)
 #   MINIMUM:    scale * code + offset
 #   MIDPOINT:   scale * (code - (2^bits - 1) / 2) + offset
+#   NONE:       scale * (code - center)
 _ENCODING = Declared(
     "Encoding",
     comment="How K or V of a page is stored.",
@@ -62,6 +63,7 @@ _ENCODING = Declared(
             ("UNROTATED", "HADAMARD", "MATRIX"),
             "Applied along head_size before grouping.",
         ),
+        Enum("Fit", ("RANGE", "SEARCH"), "How an encoder chooses scales; decoding needs it not."),
     ),
     fields=(
         Field("int32", "bits", 1, "of one code"),
@@ -97,6 +99,8 @@ _ENCODING = Declared(
             11,
             "one more per channel and page, subtracted before rotation",
         ),
+        Field("Fit", "fit", 12),
+        Field("float", "center", 13, "code that decodes to the midpoint, or to 0"),
     ),
 )
 
@@ -140,11 +144,16 @@ MESSAGES: Final = (
                     ),
                 ),
                 fields=(
-                    Field("string", "order", 1, 'of codes: "rows" is [head, token, head_size]'),
+                    Field(
+                        "string",
+                        "order",
+                        1,
+                        'of codes: "rows" ([K/V, head, token, channel]), "tiles"',
+                    ),
                     Field("Parameters", "parameters", 2),
                     Field("int64", "alignment", 3, "[bytes] of every part of the page"),
-                    Field("int64", "tokens_per_tile", 4, "of a tiled order"),
-                    Field("int64", "channels_per_tile", 5, "of a tiled order"),
+                    Field("int64", "tokens_per_tile", 4, "of K; of V these two are exchanged"),
+                    Field("int64", "channels_per_tile", 5, "that stand side by side in a lane"),
                     Field("bool", "high_nibble_first", 6, "of codes that share a byte"),
                     Field("int64", "version", 7, "a reader refuses versions that it does not know"),
                 ),

@@ -9,6 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from onnx_inplace import formats
+from onnx_inplace.compiler import schema
 from onnx_inplace.compiler.encodings import Encoding, Fit, Grouping, Offset
 from onnx_inplace.compiler.errors import FormatError, InplaceError
 from onnx_inplace.compiler.page_layout import HalfLayout, rotation_size
@@ -213,3 +214,125 @@ def test_a_user_mixes_encodings() -> None:
     assert layout.key.size == formats.INT8.layout((2, 2, 64, 64)).key.size
     assert layout.value.size == formats.INT4.layout((2, 2, 64, 64)).value.size
     assert mixed.page_bytes((2, 2, 64, 64)) == 2 * (layout.key.size + layout.value.size)
+
+
+# -- as messages
+
+GROUPED = formats.PageFormat("INT8G", dataclasses.replace(formats.INT8.key, group_size=32), CODE)
+
+
+@pytest.mark.parametrize("page_format", [*formats.BUILTIN.values(), GROUPED], ids=str)
+def test_a_format_survives_its_message(page_format: formats.PageFormat) -> None:
+    data = page_format.to_proto().SerializeToString()
+    read = formats.PageFormat.from_proto(schema.QuantizationProto.FromString(data))
+    assert read == page_format
+    assert formats.BUILTIN.get(page_format.name) in (None, read)
+
+
+@ALL
+def test_every_field_of_a_message_matters(page_format: formats.PageFormat) -> None:
+    """Changing any field gives another format or a refusal, never the same format."""
+    message = page_format.to_proto()
+    for path in scalar_fields(message):
+        changed = schema.QuantizationProto.FromString(message.SerializeToString())
+        target = changed
+        for name in path[:-1]:
+            target = getattr(target, name)
+        before = getattr(target, path[-1])
+        setattr(
+            target, path[-1], f"{before}X" if isinstance(before, str) else type(before)(not before)
+        )
+        try:
+            assert formats.PageFormat.from_proto(changed) != page_format, path
+        except FormatError:
+            continue
+
+
+def scalar_fields(message, path=()):
+    """Paths of the fields of a message that hold one number, text or enum."""
+    for descriptor in message.DESCRIPTOR.fields:
+        if descriptor.message_type is not None:
+            yield from scalar_fields(getattr(message, descriptor.name), (*path, descriptor.name))
+        elif descriptor.name not in ("codebook", "matrix"):
+            yield (*path, descriptor.name)
+
+
+def test_defaults_need_not_be_written() -> None:
+    """Other producers may leave out fields that are zero."""
+    message = formats.FLOAT16.to_proto()
+    message.layout.ClearField("high_nibble_first")
+    message.key.ClearField("grouping")
+    assert formats.PageFormat.from_proto(message) is formats.FLOAT16
+
+
+def change(which: str, **fields: object):
+    message = formats.BUILTIN[which].to_proto()
+    for path, value in fields.items():
+        *parents, last = path.split("__")
+        target = message
+        for parent in parents:
+            target = getattr(target, parent)
+        if isinstance(value, list):
+            getattr(target, last).extend(value)
+        else:
+            setattr(target, last, value)
+    return message
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (change("INT4", version=2), "version is 2, where it must be 1"),
+        (change("INT4", version=0), "version 0"),
+        (change("INT4", layout__version=2), "layout version 2"),
+        (change("INT4", kind=0), "UNDEFINED"),
+        (change("INT4", kind=3), "CODEBOOK"),
+        (change("INT4", kind=1), "kind is 'FLOAT'"),
+        (change("INT4", key__bits=5), "key.bits is 5, where it must be 4"),
+        (change("INT4", key__group_size=32), "key.group_size is 32, where it must be 64"),
+        (change("INT4", key__center=8.0), "key.center is 8.0, where it must be 7.5"),
+        (change("INT4", value__offset=2), "value.offset MINIMUM"),
+        (change("INT4", value__offset_type=1), "value.offset_type is 1, where it must be 10"),
+        (change("INT4", value__scale_type=16), "value.scale_type is 16"),
+        (change("INT4", key__storage_type=99), "key.storage_type 99"),
+        (change("INT4", key__storage_type=3), "INT8 is not one of"),
+        (change("INT4", key__matrix=[1.0]), "key.matrix"),
+        (change("INT4", key__codebook=[1.0]), "key.codebook"),
+        (change("INT4", key__rotation=2), "key.rotation is 'MATRIX'"),
+        (change("INT4", layout__order="rows"), "layout.order is 'rows', where it must be 'tiles'"),
+        (change("INT4", layout__alignment=32), "layout.alignment is 32"),
+        (change("INT4", layout__high_nibble_first=True), "layout.high_nibble_first is True"),
+        (change("INT4", name=""), "name"),
+        (change("FLOAT16", key__bits=8), "key.bits is 8, where it must be 16"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_message_that_is_not_understood_is_refused(message, reason: str) -> None:
+    with pytest.raises(FormatError) as caught:
+        formats.PageFormat.from_proto(message)
+    assert reason in caught.value.reason
+
+
+def test_an_unknown_enum_value_is_refused() -> None:
+    """proto2 hides it: the field reads as its default."""
+    message = formats.FLOAT16.to_proto()
+    data = bytearray(message.key.SerializeToString())
+    grouping = message.key.DESCRIPTOR.fields_by_name["grouping"].number
+    message.key.ParseFromString(bytes(data) + bytes([grouping << 3, 99]))
+    assert message.key.grouping == 0
+    with pytest.raises(FormatError, match=f"number {grouping} of key"):
+        formats.PageFormat.from_proto(message)
+
+
+def test_an_unknown_field_is_refused() -> None:
+    message = formats.FLOAT16.to_proto()
+    message.MergeFromString(bytes([15 << 3, 1]))
+    with pytest.raises(FormatError, match="number 15 is not known"):
+        formats.PageFormat.from_proto(message)
+
+
+def test_names_of_a_table_are_unique() -> None:
+    protos = [page_format.to_proto() for page_format in (formats.INT8, GROUPED, formats.INT4)]
+    assert list(formats.read_table(protos).values()) == [formats.INT8, GROUPED, formats.INT4]
+    with pytest.raises(FormatError, match="INT8: declared twice"):
+        formats.read_table([*protos, formats.INT8.to_proto()])
