@@ -178,7 +178,9 @@ class _Planner:
         for value in (*entering, *results):
             self.slot(value)
         self.from_sessions.update(results)
-        return subsession.build(nodes, results, self.model, self.slots, self.shared)
+        return subsession.build(
+            nodes, results, self.model, self.slots, self.shared, self.loaded.extents
+        )
 
     def special(self, node: ir.Node, bodies: tuple[_Ordered, ...]) -> Step:
         if node.op_type == "If" and bodies:

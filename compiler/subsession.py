@@ -8,6 +8,7 @@ import onnx
 import onnx_ir as ir
 
 from onnx_inplace.compiler import errors, flat, integrity, weights
+from onnx_inplace.compiler.extents import Extents
 from onnx_inplace.compiler.steps import Port, SubSession, Weight
 
 IN_MEMORY = "in memory"  # location of a weight that no file holds; the runner replaces it
@@ -19,8 +20,12 @@ def build(
     model: ir.Model,
     slots: Mapping[ir.Value, int],
     shared: frozenset[ir.Value],
+    known: Extents,
 ) -> SubSession:
     """The sub-session that computes ``wanted``; ``shared`` are weights that stand elsewhere too.
+
+    What is ``known`` of the shapes inside is declared: the library writes a value over a dead one
+    only where it knows that they are of one size, and it infers less than we do.
 
     Raises:
         errors.UnsupportedOperator: the element type of a value that enters is not known.
@@ -34,6 +39,7 @@ def build(
         [_info(v) for v in entering],
         [_info(v) for v in wanted],
         initializer=[_initializer(v) for v in initializers],
+        value_info=list(_shapes(nodes, set(wanted), known)),
     )
     functions = list(_functions(nodes, model))
     used = {"", *(n.domain for n in _all(nodes)), *(d for f in functions for d in f.opset_imports)}
@@ -122,6 +128,18 @@ def _info(value: ir.Value) -> onnx.ValueInfoProto:
         )
     info.ClearField("metadata_props")
     return info
+
+
+def _shapes(
+    nodes: Sequence[ir.Node], wanted: set[ir.Value], known: Extents
+) -> Iterator[onnx.ValueInfoProto]:
+    for value in (v for node in nodes for v in node.outputs):
+        shape = known.partial(value)
+        tensor = isinstance(value.type, ir.TensorType) and value.dtype is not None
+        if tensor and shape is not None and value.name and value not in wanted:
+            assert value.dtype is not None
+            dims = [d if d is None or isinstance(d, int) else str(d) for d in shape]
+            yield onnx.helper.make_tensor_value_info(value.name, value.dtype.value, dims)
 
 
 def _functions(nodes: Sequence[ir.Node], model: ir.Model) -> Iterator[ir.Function]:

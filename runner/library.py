@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,20 +24,6 @@ _KEEP = {"Add", "Div", "Gather", "GatherElements", "GatherND", "Identity", "Mul"
 # Where the bytes of a weight in memory would stand: beyond the end of a file that exists. So an
 # optimizer that asks the model for them, not the session, fails; it must not read something else.
 _NOWHERE = {"location": Path(__file__).name, "offset": str(1 << 48)}
-
-
-@functools.cache
-def _share_arena() -> None:
-    """One arena for the sub-sessions of the process, made once.
-
-    Each alone would keep what its largest run needed: after a prompt of 512 tokens, the 31
-    sub-sessions of a decoder held 1.2 GiB more than one arena does.
-    """
-    memory = ort.OrtMemoryInfo(
-        "Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT
-    )
-    as_requested = {"arena_extend_strategy": 1}
-    ort.create_and_register_allocator(memory, ort.OrtArenaCfg(as_requested))
 
 
 class Library:
@@ -102,8 +87,11 @@ class Library:
         options.log_severity_level = _SILENT
         options.inter_op_num_threads = 1
         options.intra_op_num_threads = self._threads
-        _share_arena()
-        options.add_session_config_entry("session.use_env_allocators", "1")
+        # No arena and no pattern of earlier runs: either keeps what the largest run needed, and the
+        # arena rounds what it hands out. As it is, a run holds what is alive, which a plan can say
+        # (``compiler.library``), and nothing behind it; it takes no longer.
+        options.enable_cpu_mem_arena = False
+        options.enable_mem_pattern = False
         if self._threads > 1:
             options.add_session_config_entry("session.force_spinning_stop", "1")
             options.add_session_config_entry("session.intra_op.spin_duration_us", _SPIN)
