@@ -29,6 +29,7 @@ def _pointer(element, number):
 
 
 float32_at = _pointer(ir.FloatType(), types.float32)
+uint32_at = _pointer(ir.IntType(32), types.uint32)
 uint16_at = _pointer(ir.IntType(16), types.uint16)
 uint8_at = _pointer(ir.IntType(8), types.uint8)
 int32_at = _pointer(ir.IntType(32), types.int32)
