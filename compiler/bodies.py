@@ -32,7 +32,7 @@ def foreign(proto: Any) -> list[Finding]:
             message = f"function {facts.function_scope(function)} redefines an operator."
             findings.append(Finding("E113", message))
     for _, node in derivation.all_nodes(proto):
-        if node.domain == contract.DOMAIN and not operators.is_defined(node.domain, node.op_type):
+        if node.domain == contract.DOMAIN and not operators.is_known(node.domain, node.op_type):
             message = f"{node.domain}::{node.op_type} is no operator that this version knows."
             findings.append(Finding("E113", message, integrity.source(node)))
     return findings

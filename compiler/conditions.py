@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 import onnx_ir as ir
 
 from onnx_inplace.compiler import contract, merging
+from onnx_inplace.compiler.paged_types import HALVES, HEAD_SIZE, HEADS, PAGE_SIZE, is_paged
 
 MOST = 2**63 - 1  # the largest int64: no bound
 
@@ -82,6 +83,7 @@ def requirements(
 ) -> list[Requirement]:
     """What a node requires; nothing for a node that neither writes nor reads mutable storage.
 
+    Pages are read by kernels of ours only, and so within bounds, also where they are not mutable.
     Ranks are taken from the storage; an operator whose ranks cannot be right is refused elsewhere.
     """
     make = _OPERATORS.get((node.domain, node.op_type))
@@ -93,7 +95,9 @@ def requirements(
     for port in _STORAGE_PORTS.get((node.domain, node.op_type), (0,)):
         storage = node.inputs[port] if port < len(node.inputs) else None
         root = None if storage is None else root_of.get(storage)
-        if storage is not None and root in owned and root is not None and storage.shape is not None:
+        if storage is None or root is None or storage.shape is None:
+            continue
+        if root in owned or is_paged(storage):
             found += make(_Site(node, str(root.name), storage, len(storage.shape)))
     return found
 
@@ -300,15 +304,78 @@ def _group_query_attention(site: _Site) -> list[Requirement]:
     ]
 
 
+def _pages(site: _Site, ids: ir.Value) -> Linear:
+    """Tokens that fit into one page, or into all pages of a block table."""
+    page_size = site.storage.shape[PAGE_SIZE] if site.storage.shape is not None else None
+    if not isinstance(page_size, int):
+        raise ValueError(f"the page size of `{site.storage.name}` is no number")
+    if ids.shape is None or ids.shape.rank() == 0:
+        return Linear(page_size)
+    return Linear(0, ((page_size, ids, -1),))
+
+
+def _paged_rows(numbers: ir.Value, ids: ir.Value) -> list[tuple[Linear, Linear]]:
+    """A number for each row of block tables."""
+    if numbers.shape is None or ids.shape is None or numbers.shape.rank() == 0:
+        return []
+    return [(axis_of(numbers, 0), axis_of(ids, 0) if ids.shape.rank() == 2 else ONE)]
+
+
+def _paged_update(site: _Site) -> list[Requirement]:
+    ids, values, position = (site.input(k) for k in (1, 2, 3))
+    if ids is None or values is None or position is None:
+        return []
+    length, capacity = axis_of(values, -2), _pages(site, ids)
+    own = ((0, HALVES), (-3, HEADS), (-1, HEAD_SIZE))
+    found = [(axis_of(values, k), site.size(axis)) for k, axis in own]
+    if ids.shape is not None and ids.shape.rank() == 2:
+        found.append((axis_of(values, 1), axis_of(ids, 0)))
+    room = (capacity - length,)
+    return [
+        *site.equal("values", found),
+        *site.equal("position", _paged_rows(position, ids)),
+        site.bounded(Kind.POSITION, position, room, length, (capacity,), "position"),
+    ]
+
+
+def _paged_attention(site: _Site) -> list[Requirement]:
+    query, table, lengths = (site.input(k) for k in (0, 2, 3))
+    if query is None or table is None or lengths is None:
+        return []
+    capacity = _pages(site, table)
+    batched = table.shape is not None and table.shape.rank() == 2
+    rows = axis_of(table, 0) if batched else ONE
+    return [
+        *site.equal(
+            "query", [(axis_of(query, 0), rows), (axis_of(query, -1), site.size(HEAD_SIZE))]
+        ),
+        *site.equal("lengths", _paged_rows(lengths, table)),
+        site.bounded(Kind.LENGTH, lengths, (capacity,), ZERO, (capacity,), "lengths"),
+    ]
+
+
+def _on_pages(site: _Site) -> list[Requirement]:
+    """Page ids alone: whether there are such pages, the page table knows."""
+    return []
+
+
 _DOMAIN = contract.DOMAIN
 _OPERATORS: dict[tuple[str, str], Callable[[_Site], list[Requirement]]] = {
     (_DOMAIN, "CacheUpdate"): _cache_update,
     (_DOMAIN, "Assign"): _assign,
     (_DOMAIN, "CacheReorder"): _cache_reorder,
+    (_DOMAIN, "PagedCacheUpdate"): _paged_update,
+    (_DOMAIN, "PagedCacheConvert"): _on_pages,
+    (_DOMAIN, "PagedAttention"): _paged_attention,
+    (_DOMAIN, "PageGather"): _on_pages,
     ("", "TensorScatter"): _tensor_scatter,
     ("", "ScatterElements"): _scatter_elements,
     ("", "ScatterND"): _scatter_nd,
     ("", "Attention"): _attention,
     ("com.microsoft", "GroupQueryAttention"): _group_query_attention,
 }
-_STORAGE_PORTS = {("", "Attention"): (1, 2), ("com.microsoft", "GroupQueryAttention"): (3, 4)}
+_STORAGE_PORTS = {
+    ("", "Attention"): (1, 2),
+    ("com.microsoft", "GroupQueryAttention"): (3, 4),
+    (_DOMAIN, "PagedAttention"): (1,),
+}

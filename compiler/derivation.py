@@ -12,7 +12,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from onnx_inplace.compiler import alias, contract, errors, facts, integrity, weights
+from onnx_inplace.compiler import alias, contract, errors, facts, integrity, page_contract, weights
 from onnx_inplace.compiler.contract import Access
 from onnx_inplace.compiler.errors import Finding, ModelFileError
 from onnx_inplace.compiler.facts import Analysed
@@ -83,6 +83,9 @@ class Derivation:
         except (ir.serde.SerdeError, ValueError, KeyError, TypeError) as error:
             raise unreadable(error) from None
         weights.attach(self.model.graph, large)
+        self._pages = page_contract.Declared(proto)
+        self._pages.forget(proto, self.model)
+        self._pages.inputs(proto.graph.input, self.model.graph.inputs, "")
         mark_foreign(proto, self.model)
         declarations = declared(proto)
         self._protos = {facts.function_scope(f): f for f in own_functions(proto)}
@@ -94,6 +97,8 @@ class Derivation:
         access = [Access[declarations.inputs[str(v.name)]] for v in self.model.graph.inputs]
         self.graph = self._analyse(self.model.graph, access, returns)
         self.functions = [f for f in self._done.values() if f is not None]
+        if self._pages.findings:  # of values that are not known to be pages, nothing else is true
+            self.findings = self._pages.findings
 
     def facts(self) -> facts.Facts:
         """What the file must say."""
@@ -114,6 +119,7 @@ class Derivation:
                     ir.serde.deserialize_value_info_proto(info, value)
                 except (ir.serde.SerdeError, ValueError) as error:
                     raise unreadable(error) from None
+        self._pages.inputs(proto.value_info, function.inputs, f" in {scope}")
         roots = {
             k: str(function.inputs[i].name)
             for k, i in declaration.alias.items()

@@ -234,13 +234,18 @@ class Diagnosis:
         return self._finding("E116", node, text, f"Pass {_copy(other)} as the other one.")
 
     def unmergeable(
-        self, node: ir.Node | None, value: ir.Value, faults: Sequence[str], repair: str
+        self,
+        node: ir.Node | None,
+        value: ir.Value,
+        faults: Sequence[str],
+        repair: str,
+        code: str = "E102",
     ) -> Finding:
-        """E102: types or shapes of one storage differ. Without a node ``value`` is a result."""
+        """E102, of pages E115: types or shapes differ. Without a node ``value`` is a result."""
         text = " ".join(f"{_sentence(fault)}." for fault in faults)
         if node is None:
-            return self._result("E102", value, text, repair)
-        return self._finding("E102", node, text, repair)
+            return self._result(code, value, text, repair)
+        return self._finding(code, node, text, repair)
 
     def no_port(self, node: ir.Node, a: OutputAlias) -> Finding:
         """E101: an alias of ports that the node does not have."""

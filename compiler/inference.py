@@ -1,20 +1,21 @@
 """Types and shapes of a flat graph, by onnx's own inference.
 
-Three things stand between it and our graphs. Weights may not fit into a protobuf: they take part by
+Four things stand between it and our graphs. Weights may not fit into a protobuf: they take part by
 type and shape alone. Bodies do not see the content of constants outside, so these are repeated
 inside. And operators that onnx does not know would leave everything behind them unknown: for
 inference, and only for it, a node is replaced by standard nodes whose results have the same types
-and shapes (an update of a cache by Identity of the cache).
+and shapes (an update of a cache by Identity of the cache). And a paged cache is nothing that onnx
+could follow through a Scan: there it is a tensor, a page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import onnx
 import onnx_ir as ir
 
-from onnx_inplace.compiler import contract, errors, weights
+from onnx_inplace.compiler import contract, errors, paged_rules, paged_types, weights
 
 _PAYLOAD = 1024  # [bytes] smaller weights may be shapes or axes and take part with their values
 _MICROSOFT = "com.microsoft"
@@ -22,6 +23,7 @@ _MICROSOFT = "com.microsoft"
 # Operators whose results have the type and shape of an input: {output: input}.
 _SAME_AS: dict[tuple[str, str], dict[int, int]] = {
     (contract.DOMAIN, "Copy"): {0: 0},
+    (contract.DOMAIN, "PagedAttention"): {0: 0},
     (_MICROSOFT, "GroupQueryAttention"): {0: 0, 1: 3, 2: 4},
     (_MICROSOFT, "MultiHeadAttention"): {0: 0},
     (_MICROSOFT, "RotaryEmbedding"): {0: 0},
@@ -45,7 +47,11 @@ def infer(model: ir.Model) -> None:
     """
     with weights.detached(model.graph, _PAYLOAD):
         proto = ir.to_proto(model)
+    values = list(_values(model.graph))
+    pages = {str(v.name): v for v in values if paged_types.is_paged(v)}
+    _show_pages(proto.graph, pages)
     _stand_in(proto.graph, proto.graph)
+    _show_gathered(proto.graph, model.graph)
     _forget_values(proto.graph)
     external = onnx.TensorProto.EXTERNAL
     held = {t.name: t for t in proto.graph.initializer if t.data_location != external}
@@ -65,6 +71,8 @@ def infer(model: ir.Model) -> None:
         ]
         for value in (*node.outputs, *(v for body in bodies for v in body.inputs)):
             found = types.get(value.name or "")
+            if value.name in pages:
+                continue
             if found is not None and found.WhichOneof("value") is not None:
                 # a declared output keeps what its author says; inference may know more of the type
                 shape = ir.serde.deserialize_type_proto_for_shape(found)
@@ -72,6 +80,43 @@ def infer(model: ir.Model) -> None:
                 value.shape = value.shape if value in keep and value.shape is not None else shape
             elif value not in keep:
                 value.shape = None
+
+
+def _values(graph: ir.Graph) -> Iterator[ir.Value]:
+    """Values of a graph and its bodies, but for weights."""
+    yield from graph.inputs
+    for node in graph.all_nodes():
+        yield from node.outputs
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH:
+                yield from attribute.as_graph().inputs
+
+
+def _show_pages(graph: onnx.GraphProto, pages: Mapping[str, ir.Value]) -> None:
+    """Let every paged cache be a tensor, a page."""
+    for info in _infos(graph):
+        if info.name in pages:
+            info.type.CopyFrom(_tensor_type(pages[info.name].dtype, pages[info.name].shape))
+
+
+def _show_gathered(main: onnx.GraphProto, graph: ir.Graph) -> None:
+    """What PageGather decodes has the type of an input that is made for it."""
+    for node in graph.all_nodes():
+        if (node.domain, node.op_type) == (contract.DOMAIN, "PageGather"):
+            type_, shape = paged_rules.result(node)
+            if type_ is not None:
+                tensor = _tensor_type(type_.dtype, shape)
+                main.input.add(name=_gathered(str(node.outputs[0].name)), type=tensor)
+
+
+def _tensor_type(dtype: ir.DataType | None, shape: ir.Shape | None) -> onnx.TypeProto:
+    assert dtype is not None
+    dims = None if shape is None else [d if isinstance(d, int) else d.value for d in shape]
+    return onnx.helper.make_tensor_type_proto(dtype.value, dims)
+
+
+def _gathered(name: str) -> str:
+    return f"pages of {name}"
 
 
 def _forget_values(graph: onnx.GraphProto) -> None:
@@ -181,6 +226,14 @@ def _matmul_nbits(node: onnx.NodeProto, main: onnx.GraphProto) -> list[onnx.Node
     return [onnx.helper.make_node("MatMul", [node.input[0], name], [node.output[0]])]
 
 
+def _page_gather(node: onnx.NodeProto, main: onnx.GraphProto) -> list[onnx.NodeProto]:
+    name = _gathered(node.output[0])
+    return [onnx.helper.make_node("Identity", [name], [node.output[0]])]
+
+
 _SPECIAL: dict[
     tuple[str, str], Callable[[onnx.NodeProto, onnx.GraphProto], list[onnx.NodeProto]]
-] = {(_MICROSOFT, "MatMulNBits"): _matmul_nbits}
+] = {
+    (_MICROSOFT, "MatMulNBits"): _matmul_nbits,
+    (contract.DOMAIN, "PageGather"): _page_gather,
+}

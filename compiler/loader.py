@@ -24,6 +24,7 @@ from onnx_inplace.compiler import (
     files,
     flat,
     integrity,
+    page_contract,
     structure,
 )
 from onnx_inplace.compiler.contract import Access
@@ -122,6 +123,7 @@ def verify_file(program: Program) -> Verified:
     derived = derivation.Derivation(proto, program.weights)
     _refuse(derived.findings)
     _refuse(list(_differences(proto, derived.facts())))
+    _refuse(page_contract.differences(proto, derived.model))
     _refuse(bodies.changed(derived.model))
     graph = derived.graph
     returns = tuple(

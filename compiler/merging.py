@@ -15,6 +15,7 @@ import onnx_ir as ir
 from onnx_inplace.compiler.classes import Link, Summary
 from onnx_inplace.compiler.contract import DOMAIN, Access
 from onnx_inplace.compiler.diagnosis import called
+from onnx_inplace.compiler.paged_types import is_paged
 
 Dimension = int | ir.SymbolicDim
 SAME = "Give both the same element type and shape."
@@ -43,6 +44,12 @@ class Verdict:
     faults: list[str] = dataclasses.field(default_factory=list)
     equalities: list[Equality] = dataclasses.field(default_factory=list)
     repair: str = SAME
+    code: str = "E102"
+
+
+def code(*values: ir.Value) -> str:
+    """The rule that values break which cannot be merged: pages have one of their own."""
+    return "E115" if any(map(is_paged, values)) else "E102"
 
 
 def adopt(value: ir.Value, source: ir.Value) -> list[str]:
@@ -68,13 +75,13 @@ def adopt(value: ir.Value, source: ir.Value) -> list[str]:
 
 def agree(a: ir.Value, b: ir.Value, node: ir.Node | None, but: Iterable[int] = ()) -> Verdict:
     """Both must have one element type and, except for the axes ``but``, one shape."""
-    verdict = Verdict(_element_type(a, b) or _rank(a, b))
+    verdict = Verdict(_element_type(a, b) or _rank(a, b), code=code(a, b))
     known = a.shape if a.shape is not None else b.shape
     if verdict.faults or known is None:
         return verdict
     for k in range(known.rank()):
         if k not in but:
-            _compare(verdict, Equality(node, a, k, b, k))
+            compare(verdict, Equality(node, a, k, b, k))
     return verdict
 
 
@@ -121,6 +128,7 @@ def check(node: ir.Node, links: Sequence[Link], summary: Summary | None) -> Verd
             output, source = node.outputs[link.output], _input(node, link.input)
             merge = recount if link.reshaped else adopt
             verdict.faults.extend(merge(output, source))
+            verdict.code = code(output, source) if verdict.faults else verdict.code
     return verdict
 
 
@@ -200,7 +208,7 @@ def _indices(
         verdict.faults.append(f"{called(indices)} holds one number for each row of no axis")
         verdict.repair = "Pass `batch_axis=...`, the axis of these rows, or a scalar."
     else:
-        _compare(verdict, Equality(node, _input(node, 0), axis, indices, 0))
+        compare(verdict, Equality(node, _input(node, 0), axis, indices, 0))
 
 
 def _call(node: ir.Node, summary: Summary) -> Verdict:
@@ -211,8 +219,9 @@ def _call(node: ir.Node, summary: Summary) -> Verdict:
         if value is None:
             continue
         formal = parameter.value
-        if parameter.access is Access.READ_WRITE:
+        if parameter.access is Access.READ_WRITE or is_paged(value) or is_paged(formal):
             verdict.faults.extend(_element_type(value, formal))
+            verdict.code = code(value, formal) if verdict.faults else verdict.code
         if verdict.faults or value.shape is None or formal.shape is None:
             continue
         if parameter.access is Access.READ_WRITE and (faults := _rank(value, formal)):
@@ -224,7 +233,7 @@ def _call(node: ir.Node, summary: Summary) -> Verdict:
                     verdict.faults.append(_differs(value, k, formal, k))
             elif wanted.value is not None:
                 first = Verdict()
-                _compare(
+                compare(
                     first, Equality(node, *bound.setdefault(wanted.value, (value, k)), value, k)
                 )
                 verdict.faults.extend(
@@ -249,9 +258,16 @@ def _element_type(a: ir.Value, b: ir.Value) -> list[str]:
         a.type = b.type
     elif b.type is None:
         b.type = a.type
+    elif is_paged(a) or is_paged(b):
+        if a.type != b.type:
+            return [f"{called(a)} is {_pages(a)}, {called(b)} is {_pages(b)}"]
     elif a.dtype != b.dtype:
         return [f"{called(a)} is {a.dtype}, {called(b)} is {b.dtype}"]
     return []
+
+
+def _pages(value: ir.Value) -> str:
+    return str(value.type) if is_paged(value) else "no paged cache"
 
 
 def _rank(a: ir.Value, b: ir.Value) -> list[str]:
@@ -275,8 +291,8 @@ def _differs(a: ir.Value, j: int, b: ir.Value, k: int) -> str:
     return f"axis {j} of {called(a)} is {x[j]}, axis {k} of {called(b)} is {y[k]}"
 
 
-def _compare(verdict: Verdict, equality: Equality) -> None:
-    """Equal, different, or left to the run."""
+def compare(verdict: Verdict, equality: Equality) -> None:
+    """Equal, different, or left to the run: note in ``verdict`` what two axes are."""
     left, right = equality.left, equality.right
     if left.shape is None or right.shape is None:  # not even the rank is known
         verdict.equalities.append(equality)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnx_inplace.compiler import merging
+from onnx_inplace.compiler import paged_rules
 from onnx_inplace.compiler.classes import Link, Parameter, Restriction, Summary
 from onnx_inplace.compiler.contract import Access, Effect, OutputAlias
 from onnx_inplace.compiler.versions import Place, Versions
@@ -132,9 +132,13 @@ class Operations(Versions):
         """E102."""
         if any(value in self.unknown for value in node.inputs):
             return
-        verdict = merging.check(node, links, summary)
+        verdict = paged_rules.check(node, links, summary)
         if verdict.faults:
-            self.find(self.say.unmergeable(node, node.outputs[0], verdict.faults, verdict.repair))
+            self.find(
+                self.say.unmergeable(
+                    node, node.outputs[0], verdict.faults, verdict.repair, verdict.code
+                )
+            )
         self.map.equalities.extend(verdict.equalities)
 
     def _apply(self, node: ir.Node, links: Sequence[Link]) -> None:

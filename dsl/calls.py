@@ -18,7 +18,7 @@ from typing import Any
 import onnx_ir as ir
 import onnxscript
 
-from onnx_inplace.compiler import program
+from onnx_inplace.compiler import paged_types, program
 from onnx_inplace.compiler.contract import Access
 from onnx_inplace.compiler.errors import Location
 from onnx_inplace.dsl import literals, parameters, places, recorder, structures, tensor
@@ -151,6 +151,9 @@ def _argument(
     """One argument as the parameter wants it."""
     type_, shape = leaf.typed()
     if not isinstance(x, Operand):
+        if leaf.is_paged:
+            r.fault(f"{name}: `{leaf.name}` is a paged cache, not {x!r}.", part=leaf.name)
+            return r.unknown()
         try:
             value = r.constant(literals.literal(x, type_.dtype))
         except (literals.Lost, TypeError) as error:
@@ -164,6 +167,16 @@ def _argument(
     if r.is_weak(value) and value.dtype != type_.dtype:
         return r.emit("", "Cast", [value], [ir.AttrInt64("to", int(type_.dtype))])[0]
     called = recorder.called(value)
+    pages = paged_types.is_paged(value) or isinstance(type_, paged_types.PagedType)
+    if pages and value.type is not None and value.type != type_:
+        given = value.type if paged_types.is_paged(value) else "no paged cache"
+        r.fault(
+            f"{name}: `{leaf.name}` is {type_ if leaf.is_paged else 'a tensor'}, and {called} is "
+            f"{given}.",
+            "E115",
+            part=leaf.name,
+        )
+        return r.unknown()
     if value.dtype is not None and value.dtype != type_.dtype:
         r.fault(
             f"{name}: `{leaf.name}` is {type_.dtype.name}, and {called} is {value.dtype.name}.",

@@ -13,6 +13,8 @@ import re
 import onnx
 import onnx_ir as ir
 
+from onnx_inplace.compiler import paged_rules, paged_types
+
 _DATA = 64  # elements; constants up to this size (axes, shapes, bounds) take part in inference
 
 Typed = tuple[ir.TypeProtocol | None, ir.Shape | None]
@@ -28,6 +30,12 @@ def infer(node: ir.Node) -> None:
     Raises:
         Mismatch: the inputs do not fit.
     """
+    if paged_rules.is_paged_operator(node):
+        node.outputs[0].type, node.outputs[0].shape = paged_rules.result(node)
+        return
+    if any(map(paged_types.is_paged, node.inputs)):
+        _infer_of_pages(node)
+        return
     version = node.version or 1
     if not onnx.defs.has(node.op_type, version, node.domain):
         _infer_contrib(node)
@@ -51,6 +59,13 @@ def infer(node: ir.Node) -> None:
     )
     for value, (type_, shape) in zip(node.outputs, _answer(*question), strict=True):
         value.type, value.shape = type_, None if shape is None else shape.copy()
+
+
+def _infer_of_pages(node: ir.Node) -> None:
+    """Identity is another name of the cache. Of other operators nothing is known."""
+    source = node.inputs[0]
+    if node.op_type == "Identity" and source is not None:
+        node.outputs[0].type, node.outputs[0].shape = source.type, source.shape
 
 
 def _type(value: ir.Value) -> bytes:

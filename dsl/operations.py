@@ -8,6 +8,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnx_inplace.compiler import paged_rules
 from onnx_inplace.dsl import literals, recorder
 from onnx_inplace.dsl.signatures import Formal, Operator, Signature, attribute, signature
 
@@ -53,6 +54,10 @@ def apply(
         else:
             arguments = _arguments(known, inputs, attributes)
             count = _count(known, outputs, *arguments)
+        given = [x for x in arguments[0] if isinstance(x, ir.Value)]
+        misuse = paged_rules.misuse(operator.domain, operator.name, given)
+        if misuse is not None:
+            raise Wrong(misuse, "E102", paged_rules.SEE)
         values, weak = _adapted(r, known, arguments[0])
         attrs = [
             attribute(n, v, None if known is None else known.attributes[n])

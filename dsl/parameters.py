@@ -18,7 +18,7 @@ class Unusable(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One tensor parameter.
+    """One tensor parameter, or one paged cache.
 
     Attributes:
         name: ``cache``, or ``caches.0`` and ``cache.k`` inside of a structure.
@@ -33,6 +33,11 @@ class Leaf:
     def leaves(self) -> Iterator[Leaf]:
         """Itself."""
         yield self
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether it is a paged cache."""
+        return isinstance(self.hint, notation.Pages)
 
     def typed(self) -> tuple[ir.TypeProtocol, ir.Shape | None]:
         """Element type and shape."""

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from onnx_inplace.compiler.diagnosis import VARIABLE
 from onnx_inplace.compiler.errors import Location
+from onnx_inplace.compiler.paged_types import PagedType
 from onnx_inplace.dsl import literals, notation, parameters, recorder, structures
 from onnx_inplace.dsl.tensor import Operand
 
@@ -97,8 +98,10 @@ class _Collector:
     def declare(self, value: ir.Value, type_: ir.TypeProtocol, shape: ir.Shape | None) -> None:
         """Check a declared type against what was inferred, and merge the dimensions."""
         if value.type is not None and value.type != type_:
-            found, wanted = (t.dtype.name for t in (value.type, type_))
-            self.r.fault(f"`{value.name}` is declared {wanted}, and is {found}.", "E102")
+            pages = any(isinstance(t, PagedType) for t in (value.type, type_))
+            found, wanted = (str(t) if pages else t.dtype.name for t in (value.type, type_))
+            code = "E115" if pages else "E102"
+            self.r.fault(f"`{value.name}` is declared {wanted}, and is {found}.", code)
             return
         value.type = type_
         if shape is None or value.shape is None:

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from onnx_inplace.compiler.formats import PageFormat
 from onnx_inplace.dsl import literals, notation
 
 _Option = onnx.defs.OpSchema.FormalParameterOption
@@ -104,6 +105,10 @@ def attribute(name: str, value: Any, type_: ir.AttributeType | None) -> ir.Attr:
     Raises:
         TypeError: the value is of another kind.
     """
+    if isinstance(value, notation.Pages):
+        raise TypeError(f"attribute `{name}` is given a paged cache's type")
+    if isinstance(value, PageFormat):
+        value = value.name  # quantized_type=formats.INT8
     if notation.is_tensor(value):
         value = int(value.dtype)  # op.Cast(x, to=FLOAT16)
     elif isinstance(value, ir.DataType):

@@ -9,8 +9,6 @@ import pytest
 from onnx_inplace import errors
 from onnx_inplace.compiler.errors import Finding, Location
 
-NOT_YET = {"E115"}  # paged caches: its page is written
-
 
 def run(source, path):
     """Run a program from a file, as an author would."""
@@ -49,7 +47,7 @@ def test_a_page_is_complete(code):
     assert [c for _, c in marked(page.failing)] == [code] and "# E" not in page.repaired
 
 
-@pytest.mark.parametrize("code", [c for c in errors.RULES if c not in NOT_YET])
+@pytest.mark.parametrize("code", errors.RULES)
 def test_the_failing_program_of_a_page_fails_there(code, tmp_path):
     page = errors.explain(code)
     error = findings_of(page.failing, path := tmp_path / "program.py")
@@ -61,7 +59,7 @@ def test_the_failing_program_of_a_page_fails_there(code, tmp_path):
     assert page.failing.splitlines()[line - 1].strip() in str(error)
 
 
-@pytest.mark.parametrize("code", [c for c in errors.RULES if c != "E115"])
+@pytest.mark.parametrize("code", errors.RULES)
 def test_the_repaired_program_of_a_page_compiles(code, tmp_path):
     run(errors.explain(code).repaired, tmp_path / "program.py")
 
@@ -461,6 +459,8 @@ ERRORS = [
     errors.CapacityError("cache", 6, 3, 8, 1, Location("a.py", 3)),
     errors.CapacityError("cache", -1, 3, 8),
     errors.PageError("pages", 3, "missing"),
+    errors.PageBudget("pages", 4096, 8192, 10000),
+    errors.FormatError("INT4", "it cannot group such a page"),
     errors.PlanError(["a slot is filled twice", "another"]),
     errors.AliasViolation("moved", "updated", 16, 32),
     errors.OperatorError("modulo by zero"),

@@ -1,0 +1,201 @@
+"""What a file says about pages: types of paged caches, and the page formats that it declares.
+
+Decides what stands in the typed fields (``write``), reads the declarations back (``Declared``),
+and compares every type that a file gives a paged cache with the one that follows from graph inputs,
+parameters and operators. What pages a type allows is decided in ``paged_types``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from onnx_inplace.compiler import errors, facts, paged_operators, paged_types
+from onnx_inplace.compiler.contract import DOMAIN
+from onnx_inplace.compiler.errors import Finding
+from onnx_inplace.compiler.facts import Place, Where
+from onnx_inplace.compiler.formats import PageFormat
+from onnx_inplace.compiler.paged_types import PagedType, PageTypeError
+
+REQUIRES = "onnx_inplace.requires"  # metadata key: operators that only our runner has
+
+Described = tuple[Place, Any, "ir.Value | None"]
+
+
+# -- writing
+
+
+def write(proto: Any, model: ir.Model) -> None:
+    """Write types of paged caches, the page formats in use, and who can run the file."""
+    in_use: list[PageFormat] = []
+    for _, info, value in _infos(proto, model):
+        if value is not None and isinstance(value.type, PagedType):
+            paged_types.write(info.type, value.type, value.shape)
+            in_use += value.type.formats
+    for found in paged_types.canonical(in_use):
+        proto.quantizations.append(found.to_proto())
+    operators = sorted({n.op_type for n in _nodes(model) if _is_ours(n)})
+    if operators:
+        proto.metadata_props.add(key=REQUIRES, value=requirement(operators))
+
+
+def requirement(operators: Iterable[str]) -> str:
+    """What a file with such operators says to its reader."""
+    return (
+        f"onnx-inplace: {', '.join(operators)} have no meaning in standard operators; other "
+        "runtimes cannot run this file"
+    )
+
+
+def _is_ours(node: ir.Node) -> bool:
+    return node.domain == DOMAIN and node.op_type in paged_operators.SCHEMAS
+
+
+def _nodes(model: ir.Model) -> Iterator[ir.Node]:
+    yield from ir.traversal.RecursiveGraphIterator(model.graph)
+    for function in model.functions.values():
+        yield from ir.traversal.RecursiveGraphIterator(function)
+
+
+# -- reading
+
+
+class Declared:
+    """The page formats that a file declares, and the types of its parameters.
+
+    Attributes:
+        findings: E115, declarations that cannot be.
+    """
+
+    def __init__(self, proto: Any) -> None:
+        self.findings: list[Finding] = []
+        self._formats: dict[str, PageFormat] = {}
+        for stored in proto.quantizations:
+            try:
+                found = PageFormat.from_proto(stored)
+            except errors.FormatError as error:
+                self.findings.append(Finding("E115", f"{error}."))
+                continue
+            if found.name in self._formats:
+                message = f"the page format {found.name} is declared twice."
+                self.findings.append(Finding("E115", message))
+            self._formats[found.name] = found
+
+    def forget(self, proto: Any, model: ir.Model) -> None:
+        """Drop what the file says of intermediate paged caches: it is derived again."""
+        for _, info, value in _infos(proto, model):
+            if value is not None and paged_types.described(info.type):
+                value.type = value.shape = None
+
+    def inputs(self, infos: Iterable[Any], values: Iterable[ir.Value], where: str) -> None:
+        """Give parameters the types that the file declares."""
+        known = {v.name: v for v in values}
+        for info in infos:
+            if info.name in known and paged_types.described(info.type):
+                try:
+                    type_, shape = paged_types.read(info.type, self._formats)
+                except PageTypeError as error:
+                    message = f"`{info.name}`{where}: {error}."
+                    self.findings.append(Finding("E115", message))
+                else:
+                    known[info.name].type, known[info.name].shape = type_, shape
+
+
+def differences(proto: Any, model: ir.Model) -> list[Finding]:
+    """E113: types of paged caches that do not follow from the model, or were lost."""
+    findings = []
+    for place, info, value in _infos(proto, model):
+        stands = _stored(info.type)
+        follows = None
+        if value is not None and isinstance(value.type, PagedType):
+            expected = type(info.type)()
+            paged_types.write(expected, value.type, value.shape)
+            follows = _stored(expected)
+        if stands != follows:
+            texts = ["no pages" if x is None else x[0] for x in (stands, follows)]
+            message = f"{place}: the file says {texts[0]}; {texts[1]} follows from the model."
+            findings.append(Finding("E113", message))
+    return findings + _unused(proto, model)
+
+
+def _stored(type_: Any) -> tuple[str, bytes] | None:
+    """What a type says about pages, to read and to compare."""
+    if not paged_types.described(type_):
+        return None
+    element = type_.sequence_type.elem_type
+    pages = element.quantized_tensor
+    dims = ", ".join(d.dim_param or str(d.dim_value) for d in pages.shape.dim)
+    allowed = "".join(f", {name}" for name in pages.allowed_quantized_type)
+    kind = "SparsePaged" if pages.sparse_ids else "Paged"
+    carrier = onnx.TensorProto.DataType.Name(element.tensor_type.elem_type)
+    text = f"{kind}[{pages.elem_type}[{dims}]{allowed}] carried by {carrier}"
+    return text, type_.SerializeToString(deterministic=True)
+
+
+def _unused(proto: Any, model: ir.Model) -> list[Finding]:
+    """E113: declared page formats are those in use, in their order, and what the file requires."""
+    copy = type(proto)()
+    write_formats = [f for v in _paged(model) for f in v]
+    for found in paged_types.canonical(write_formats):
+        copy.quantizations.append(found.to_proto())
+    stands, follows = ([q.name for q in p.quantizations] for p in (proto, copy))
+    if stands != follows:
+        message = f"the file declares the page formats {stands}; {follows} are in use."
+        return [Finding("E113", message)]
+    return []
+
+
+def _paged(model: ir.Model) -> Iterator[tuple[PageFormat, ...]]:
+    blocks: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    for block in blocks:
+        for value in block.inputs:
+            if isinstance(value.type, PagedType):
+                yield value.type.formats
+
+
+# -- places
+
+
+def _infos(proto: Any, model: ir.Model) -> Iterator[Described]:
+    """Every ValueInfoProto with the value that it describes."""
+    yield from _graph(proto.graph, model.graph, "")
+    for stored in proto.functions:
+        function = model.functions.get((stored.domain, stored.name, stored.overload))
+        if function is None or stored.domain == DOMAIN:
+            continue
+        scope = facts.function_scope(stored)
+        values = _values(function)
+        for info in stored.value_info:
+            yield Place(scope, Where.VALUE, info.name), info, values.get(info.name)
+        yield from _bodies(stored.node, function, scope)
+
+
+def _graph(proto: Any, graph: ir.Graph, scope: str) -> Iterator[Described]:
+    values = _values(graph)
+    for where, infos in (
+        (Where.INPUT, proto.input),
+        (Where.OUTPUT, proto.output),
+        (Where.VALUE, proto.value_info),
+    ):
+        for info in infos:
+            yield Place(scope, where, info.name), info, values.get(info.name)
+    yield from _bodies(proto.node, graph, scope)
+
+
+def _bodies(protos: Any, nodes: Iterable[ir.Node], scope: str) -> Iterator[Described]:
+    for stored, node in zip(protos, nodes, strict=True):
+        name = facts.label(stored.output)
+        for attribute in stored.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                inner = node.attributes[attribute.name].as_graph()
+                yield from _graph(attribute.g, inner, facts.body_scope(scope, name, attribute.name))
+
+
+def _values(block: ir.Graph | ir.Function) -> Mapping[str | None, ir.Value]:
+    """Values of a block by name; a result may be one of a block around it."""
+    found = {v.name: v for v in (*block.outputs, *block.inputs)}
+    found.update({v.name: v for node in block for v in node.outputs if v.name})
+    return found

@@ -1,0 +1,399 @@
+"""Paged caches in the language and in files: types, what is refused, what a file says."""
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from onnx_inplace import errors, formats
+from onnx_inplace.compiler import load, schema
+from onnx_inplace.dsl import (
+    FLOAT,
+    FLOAT16,
+    INT64,
+    Alias,
+    Mutable,
+    Paged,
+    SparsePaged,
+    function,
+    kv,
+    model,
+    scan,
+)
+
+H, PAGE, D = 2, 32, 64
+Page = FLOAT16[2, H, PAGE, D]
+Pages = Paged[Page, formats.FLOAT16, formats.INT8, formats.INT4]
+Values = FLOAT16[2, H, "n", D]
+
+
+@model
+def decode(
+    cache: Mutable[Pages],
+    block_table: INT64["blocks"],
+    query: FLOAT[1, 4, "n", D],
+    values: Values,
+    position: INT64[()],
+) -> tuple[FLOAT[1, 4, "n", D], Alias["cache"]]:
+    updated = kv.PagedCacheUpdate(cache, block_table, values, position, quantized_type="FLOAT16")
+    output = kv.PagedAttention(query, updated, block_table, position + 1, is_causal=1)
+    return output, updated
+
+
+def values_of(proto):
+    """Every ValueInfoProto of a model, by name."""
+
+    def walk(graph):
+        yield from (*graph.input, *graph.output, *graph.value_info)
+        for node in graph.node:
+            for attribute in node.attribute:
+                if attribute.HasField("g"):
+                    yield from walk(attribute.g)
+
+    return {v.name: v for v in walk(proto.graph)}
+
+
+# -- what a file says
+
+
+def test_a_paged_cache_is_carried_by_a_sequence_of_uint8_vectors():
+    for name in ("cache", "updated"):
+        element = values_of(decode.proto)[name].type.sequence_type.elem_type
+        assert element.tensor_type.elem_type == onnx.TensorProto.UINT8
+        assert len(element.tensor_type.shape.dim) == 1
+        pages = element.quantized_tensor
+        assert list(pages.allowed_quantized_type) == ["FLOAT16", "INT8", "INT4"]
+        assert pages.elem_type == onnx.TensorProto.FLOAT16 and not pages.sparse_ids
+        assert [d.dim_value for d in pages.shape.dim] == [2, H, PAGE, D]
+
+
+def test_a_file_declares_the_formats_that_it_uses_in_canonical_order():
+    @model
+    def read(
+        a: Paged[Page, formats.INT2, formats.INT8], b: Paged[Page, formats.FLOAT16], ids: INT64["k"]
+    ) -> tuple[FLOAT16[...], FLOAT16[...]]:
+        return kv.PageGather(a, ids), kv.PageGather(b, ids)
+
+    assert [q.name for q in read.proto.quantizations] == ["FLOAT16", "INT8", "INT2"]
+
+
+def test_no_formats_mean_any():
+    @model
+    def read(cache: Paged[Page], page: INT64[()]) -> FLOAT16[2, H, PAGE, D]:
+        return kv.PageGather(cache, page)
+
+    assert [q.name for q in read.proto.quantizations] == list(formats.BUILTIN)
+    load(read)
+
+
+def test_the_checker_accepts_the_file_and_stock_onnxruntime_has_no_such_operator():
+    plain = decode.proto.SerializeToString()
+    onnx.checker.check_model(onnx.ModelProto.FromString(plain), full_check=True)
+    with pytest.raises(Exception, match="PagedCacheUpdate"):
+        onnxruntime.InferenceSession(plain, providers=["CPUExecutionProvider"])
+
+
+def test_the_file_says_that_other_runtimes_cannot_run_it():
+    [said] = [p.value for p in decode.proto.metadata_props if p.key == "onnx_inplace.requires"]
+    assert "PagedAttention, PagedCacheUpdate" in said
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".textproto", ".json"])
+def test_a_saved_file_loads_again(tmp_path, suffix):
+    decode.save(tmp_path / f"m{suffix}")
+    again = load(tmp_path / f"m{suffix}")
+    assert again.program.proto == decode.proto
+
+
+# -- the language
+
+
+def test_structures_of_caches_functions_and_control_flow_keep_the_type():
+    @function
+    def layer(
+        cache: Mutable[Pages], ids: INT64["b"], values: Values, p: INT64[()]
+    ) -> Alias["cache"]:
+        return kv.PagedCacheUpdate(cache, ids, values, p, quantized_type="INT8")
+
+    @model
+    def steps(
+        caches: Mutable[tuple[Pages, Pages]],
+        ids: INT64["b"],
+        values: Values,
+        p: INT64[()],
+        all_values: FLOAT16["k", 2, H, 1, D],
+    ) -> Alias["caches"]:
+        first, second = caches
+        first = layer(first, ids, values, p)
+        if p > 3:
+            second = layer(second, ids, values, p)
+        for _ in range(p):
+            second = layer(second, ids, values, p)
+        for v in scan(all_values):
+            second = layer(second, ids, v, p)
+        return first, second
+
+    loaded = load(steps)
+    roots = {loaded.aliases.root[v].name for v in loaded.model.graph.outputs}
+    assert roots == {"caches.0", "caches.1"}
+    plain = onnx.ModelProto.FromString(steps.proto.SerializeToString())
+    onnx.checker.check_model(plain, full_check=False)
+
+
+def test_ids_may_be_sparse():
+    @model
+    def write(
+        cache: Mutable[SparsePaged[Page, formats.INT8]], id: INT64[()], x: Values
+    ) -> Alias["cache"]:
+        return kv.PagedCacheUpdate(cache, id, x, 0)
+
+    element = values_of(write.proto)["cache"].type.sequence_type.elem_type
+    assert element.quantized_tensor.sparse_ids
+    load(write)
+
+
+def test_a_format_may_stand_for_its_name():
+    @model
+    def convert(cache: Mutable[Pages], page: INT64[()]) -> Alias["cache"]:
+        return kv.PagedCacheConvert(cache, page, quantized_type=formats.INT4)
+
+    [node] = convert.proto.graph.node
+    assert node.attribute[0].s == b"INT4"
+
+
+def test_what_is_decoded_is_a_tensor_that_is_computed_with():
+    @model
+    def read(cache: Pages, ids: INT64[4]) -> FLOAT16[2, H, 4 * PAGE, D]:
+        return kv.PageGather(cache, ids) * 2.0
+
+    load(read)
+
+
+# -- what is refused
+
+HEADER = """
+from onnx_inplace import formats
+from onnx_inplace.dsl import *
+Page = FLOAT16[2, 2, 32, 64]
+Pages = Paged[Page, formats.FLOAT16, formats.INT8]
+N = FLOAT16[2, 2, "n", 64]
+P = INT64[()]
+"""
+"""Lines that break a rule end with its code."""
+
+REFUSED = {
+    "an ordinary operator reads pages": """
+@model
+def program(c: Mutable[Pages], x: FLOAT[...]) -> tuple[FLOAT[...], Alias["c"]]:
+    return op.Add(x, c), c  # E102
+""",
+    "arithmetic on pages": """
+@model
+def program(c: Mutable[Pages]) -> FLOAT16[...]:
+    return c + 1.0  # E102
+""",
+    "an operator of another library reads pages": """
+@model
+def program(c: Pages) -> FLOAT16[...]:
+    return op.SequenceAt(c, 0)  # E102
+""",
+    "a copy of pages": """
+@model
+def program(c: Pages) -> Pages:
+    return kv.Copy(c)  # E102
+""",
+    "a tensor is updated as pages": """
+@model
+def program(c: Mutable[Page], x: N, p: P) -> Alias["c"]:
+    return kv.PagedCacheUpdate(c, p, x, p)  # E102
+""",
+    "an unknown format": """
+@model
+def program(c: Mutable[Pages], x: N, p: P) -> Alias["c"]:
+    return kv.PagedCacheUpdate(c, p, x, p, quantized_type="INT9")  # E115
+""",
+    "a format that the cache does not allow": """
+@model
+def program(c: Mutable[Pages], p: P) -> Alias["c"]:
+    return kv.PagedCacheConvert(c, p, quantized_type="INT4")  # E115
+""",
+    "a format of another spelling": """
+@model
+def program(c: Mutable[Pages], p: P) -> Alias["c"]:
+    return kv.PagedCacheConvert(c, p, quantized_type="int8")  # E115
+""",
+    "pages that a format cannot group": """
+Wide = Paged[FLOAT16[2, 2, 96, 64], formats.INT4]  # E115
+""",
+    "pages that are no floats": """
+Wide = Paged[INT64[2, 2, 32, 64]]  # E115
+""",
+    "pages of three dimensions": """
+Wide = Paged[FLOAT16[2, 32, 64]]  # E115
+""",
+    "pages without keys": """
+Wide = Paged[FLOAT16[1, 2, 32, 64]]  # E115
+""",
+    "pages of a size that nobody knows": """
+Wide = Paged[FLOAT16[2, 2, "page", 64]]  # E115
+""",
+    "branches give pages of two types": """
+@model
+def program(
+    c: Mutable[Pages], d: Mutable[Paged[Page, formats.INT8]], p: P
+) -> tuple[Alias["c"], Alias["d"]]:
+    if p > 0:  # E107
+        e = c
+    else:
+        e = d
+    return e, d
+""",
+    "a function takes pages of another type": """
+@function
+def write(c: Mutable[Paged[Page, formats.INT8]], x: N, p: P) -> Alias["c"]:
+    return kv.PagedCacheUpdate(c, p, x, p)
+@model
+def program(c: Mutable[Pages], x: N, p: P) -> Alias["c"]:
+    return write(c, x, p)  # E115
+""",
+    "a function takes pages of another size": """
+Large = Paged[FLOAT16[2, 4, 32, 64], formats.FLOAT16, formats.INT8]
+@function
+def write(c: Mutable[Large], p: P) -> Alias["c"]:
+    return kv.PagedCacheConvert(c, p, quantized_type="INT8")
+@model
+def program(c: Mutable[Pages], x: N, p: P) -> Alias["c"]:
+    return write(c, p)  # E102
+""",
+    "a function takes a tensor, and gets pages": """
+@function
+def total(c: Page) -> FLOAT16[...]:
+    return op.ReduceSum(c)
+@model
+def program(c: Pages) -> FLOAT16[...]:
+    return total(c)  # E115
+""",
+    "values of other heads": """
+@model
+def program(c: Mutable[Pages], x: FLOAT16[2, 4, "n", 64], p: P) -> Alias["c"]:
+    return kv.PagedCacheUpdate(c, p, x, p, quantized_type="INT8")  # E102
+""",
+    "values of another head size": """
+@model
+def program(c: Mutable[Pages], x: FLOAT16[2, 2, "n", 32], p: P) -> Alias["c"]:
+    return kv.PagedCacheUpdate(c, p, x, p, quantized_type="INT8")  # E102
+""",
+    "values of a batch into one page": """
+@model
+def program(c: Mutable[Pages], x: FLOAT16[2, 3, 2, "n", 64], p: P) -> Alias["c"]:
+    return kv.PagedCacheUpdate(c, p, x, p, quantized_type="INT8")  # E102
+""",
+    "values that are no floats": """
+@model
+def program(c: Mutable[Pages], x: INT64[2, 2, "n", 64], p: P) -> Alias["c"]:
+    return kv.PagedCacheUpdate(c, p, x, p, quantized_type="INT8")  # E102
+""",
+    "a block table of three dimensions": """
+@model
+def program(c: Pages, t: INT64[1, 2, 3], q: FLOAT[1, 2, "n", 64], l: P) -> FLOAT[...]:
+    return kv.PagedAttention(q, c, t, l)  # E102
+""",
+    "heads that do not divide": """
+@model
+def program(c: Pages, t: INT64["b"], q: FLOAT[1, 3, "n", 64], l: P) -> FLOAT[...]:
+    return kv.PagedAttention(q, c, t, l)  # E102
+""",
+    "a batch of queries and one block table": """
+@model
+def program(c: Pages, t: INT64["b"], q: FLOAT[2, 2, "n", 64], l: P) -> FLOAT[...]:
+    return kv.PagedAttention(q, c, t, l)  # E102
+""",
+    "more tokens than a page has": """
+@model
+def program(c: Mutable[Pages], x: FLOAT16[2, 2, 33, 64], p: P) -> Alias["c"]:
+    return kv.PagedCacheUpdate(c, p, x, 0, quantized_type="INT8")  # E112
+""",
+    "a position behind all pages of a block table": """
+@model
+def program(c: Mutable[Pages], t: INT64[2], x: FLOAT16[2, 2, 1, 64]) -> Alias["c"]:
+    return kv.PagedCacheUpdate(c, t, x, 64, quantized_type="INT8")  # E112
+""",
+    "a stale read of pages": """
+@model
+def program(c: Mutable[Pages], x: N, p: P) -> tuple[FLOAT16[...], Alias["c"]]:
+    updated = kv.PagedCacheUpdate(c, p, x, p, quantized_type="INT8")
+    return kv.PageGather(c, p), updated  # E104
+""",
+    "pages that are lent to nobody": """
+@model
+def program(c: Pages, x: N, p: P) -> Pages:
+    return kv.PagedCacheUpdate(c, p, x, p, quantized_type="INT8")  # E106
+""",
+    "a lost update of pages": """
+@model
+def program(c: Mutable[Pages], x: N, p: P) -> P:
+    kv.PagedCacheUpdate(c, p, x, p, quantized_type="INT8")  # E109
+    return p
+""",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_program_is_refused_at_its_line(what, tmp_path):
+    source = HEADER + REFUSED[what]
+    path = tmp_path / "program.py"
+    path.write_text(source)
+    with pytest.raises(errors.ContractError) as caught:
+        exec(compile(source, str(path), "exec"), {"__name__": "program"})
+    lines = source.splitlines()
+    expected = [(k, line[-4:]) for k, line in enumerate(lines, 1) if "  # E" in line]
+    found = [(f.location.line, f.code) for f in caught.value.findings]
+    assert found == expected, str(caught.value)
+
+
+def test_what_is_no_format_is_refused_as_python_does():
+    with pytest.raises(TypeError, match=r"formats\.INT8"):
+        Paged[Page, "INT8"]
+    with pytest.raises(TypeError, match="FLOAT16"):
+        Paged[np.float16, formats.INT8]
+
+
+# -- files that say something else
+
+
+def changed(change):
+    proto = schema.ModelProto.FromString(decode.proto.SerializeToString())
+    change(proto, {v.name: v.type.sequence_type.elem_type for v in values_of(proto).values()})
+    return proto.SerializeToString()
+
+
+CHANGES = {
+    "an intermediate type": lambda p, e: e["updated"].quantized_tensor.ClearField("shape"),
+    "a lost type of a result": lambda p, e: e["updated"].ClearField("quantized_tensor"),
+    "another carrier": lambda p, e: setattr(e["cache"].tensor_type, "elem_type", 1),
+    "another rank of the carrier": lambda p, e: e["cache"].tensor_type.shape.dim.add(),
+    "another element type": lambda p, e: setattr(e["cache"].quantized_tensor, "elem_type", 1),
+    "another page": lambda p, e: setattr(e["cache"].quantized_tensor.shape.dim[2], "dim_value", 64),
+    "a page of halves": lambda p, e: setattr(
+        e["cache"].quantized_tensor.shape.dim[0], "dim_value", 1
+    ),
+    "a format more": lambda p, e: e["cache"].quantized_tensor.allowed_quantized_type.append("INT2"),
+    "a format less": lambda p, e: e["cache"].quantized_tensor.allowed_quantized_type.pop(),
+    "no format": lambda p, e: e["cache"].quantized_tensor.ClearField("allowed_quantized_type"),
+    "sparse ids": lambda p, e: setattr(e["cache"].quantized_tensor, "sparse_ids", True),
+    "a lost declaration of a format": lambda p, e: p.quantizations.pop(),
+    "a format that is declared twice": lambda p, e: p.quantizations.append(p.quantizations[0]),
+    "a format of another version": lambda p, e: setattr(p.quantizations[0], "version", 7),
+    "a format of another name": lambda p, e: setattr(p.quantizations[0], "name", "INT9"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_changed_file_is_refused(what):
+    with pytest.raises(errors.ContractError) as caught:
+        load(changed(CHANGES[what]))
+    assert {f.code for f in caught.value.findings} <= {"E113", "E115"}, str(caught.value)
+
+
+def test_the_unchanged_file_is_not():
+    load(changed(lambda p, e: None))
