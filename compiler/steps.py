@@ -25,6 +25,7 @@ import onnx_ir as ir
 from onnx_inplace.compiler.contract import OutputAlias
 from onnx_inplace.compiler.errors import Location
 from onnx_inplace.compiler.memory import Footprint, Memory
+from onnx_inplace.compiler.paged_types import PageType
 
 Shape: TypeAlias = "tuple[int | str | None, ...]"
 """Dimensions: a number, the name of a dimension of an input, or None where neither is known."""
@@ -49,11 +50,12 @@ class Value:
         slot: index into the slots of a run, and into ``ExecutionPlan.values``.
         name: unique in the plan; the author's name where that was unique.
         dtype: element type; None for a sequence, an optional value, or where inference found none.
-        shape: see ``Shape``; None where the rank is unknown.
+        shape: see ``Shape``; None where the rank is unknown. Of a paged cache, that of a page.
         root: the graph input whose storage it is, or None for storage of its own.
         storage: who owns the bytes.
         fixed: whether all runs with the same input dimensions give it the same shape.
         version: of the root's content; names of one version hold the same bytes. Only with a root.
+        pages: of a paged cache; its dtype is None.
     """
 
     slot: int
@@ -64,6 +66,7 @@ class Value:
     storage: Storage
     fixed: bool
     version: int | None = None
+    pages: PageType | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -320,11 +323,12 @@ class WriteAfterRead:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Input:
-    """A graph input. ``mutable``: the caller lends its storage for writing."""
+    """A graph input. ``mutable``: the caller lends its storage for writing; ``pages``: as Value."""
 
     name: str
     slot: int
     mutable: bool
+    pages: PageType | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
