@@ -23,7 +23,6 @@ from onnx_inplace.compiler import (
     lifetimes,
     listing,
     loader,
-    paged_types,
     partition,
     subsession,
 )
@@ -109,8 +108,7 @@ class _Planner:
                 }
             ),
             inputs=tuple(
-                Input(v.name or "", self.slots[v], v in self.mutable, paged_types.of(v))
-                for v in graph.inputs
+                Input(v.name or "", self.slots[v], v in self.mutable) for v in graph.inputs
             ),
             outputs=tuple(
                 Output(v.name or "", slot, self.root(v))
@@ -197,7 +195,8 @@ class _Planner:
         source, output = node.inputs[0], node.outputs[0]
         assert source is not None
         parameter = node.inputs[1] if len(node.inputs) > 1 else None
-        root = self.root(output) or str(source.name)  # pages that nobody may write
+        root = self.root(output)
+        assert root is not None
         return View(
             node.op_type,
             self.slot(source),
@@ -341,7 +340,6 @@ class _Planner:
             self.storage(value),
             is_tensor and value in self.fixed,
             self.aliases.version.get(value) if value in self.facts.roots else None,
-            paged_types.of(value),
         )
 
     def storage(self, value: ir.Value) -> Storage:

@@ -25,7 +25,6 @@ import onnx_ir as ir
 from onnx_inplace.compiler.contract import OutputAlias
 from onnx_inplace.compiler.errors import Location
 from onnx_inplace.compiler.memory import Footprint, Memory
-from onnx_inplace.compiler.paged_types import PageType
 
 Shape: TypeAlias = "tuple[int | str | None, ...]"
 """Dimensions: a number, the name of a dimension of an input, or None where neither is known."""
@@ -50,12 +49,11 @@ class Value:
         slot: index into the slots of a run, and into ``ExecutionPlan.values``.
         name: unique in the plan; the author's name where that was unique.
         dtype: element type; None for a sequence, an optional value, or where inference found none.
-        shape: see ``Shape``; None where the rank is unknown. Of a paged cache, that of a page.
+        shape: see ``Shape``; None where the rank is unknown.
         root: the graph input whose storage it is, or None for storage of its own.
         storage: who owns the bytes.
         fixed: whether all runs with the same input dimensions give it the same shape.
         version: of the root's content; names of one version hold the same bytes. Only with a root.
-        pages: of a paged cache; its dtype is None.
     """
 
     slot: int
@@ -66,7 +64,6 @@ class Value:
     storage: Storage
     fixed: bool
     version: int | None = None
-    pages: PageType | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -323,12 +320,11 @@ class WriteAfterRead:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Input:
-    """A graph input. ``mutable``: the caller lends its storage for writing; ``pages``: as Value."""
+    """A graph input. ``mutable``: the caller lends its storage for writing."""
 
     name: str
     slot: int
     mutable: bool
-    pages: PageType | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
