@@ -94,11 +94,12 @@ def requirements(
         return []  # on a value that must not be written, the operator makes a new one
     for port in _STORAGE_PORTS.get((node.domain, node.op_type), (0,)):
         storage = node.inputs[port] if port < len(node.inputs) else None
-        root = None if storage is None else root_of.get(storage)
-        if storage is None or root is None or storage.shape is None:
+        if storage is None or storage.shape is None:
             continue
+        root = root_of.get(storage)
         if root in owned or is_paged(storage):
-            found += make(_Site(node, str(root.name), storage, len(storage.shape)))
+            name = str((root or storage).name)
+            found += make(_Site(node, name, storage, len(storage.shape)))
     return found
 
 

@@ -321,6 +321,12 @@ class Diagnosis:
         )
         return self._result("E111", value, text, repair)
 
+    def returned_pages(self, value: ir.Value) -> Finding:
+        """E111: pages would have to be copied to be a result of their own."""
+        text = f"{called(value)} is a paged cache, and is not declared as an alias of one."
+        repair = "Declare its parameter as `Mutable[...]` and the result as its `Alias[...]`."
+        return self._result("E111", value, text, repair)
+
     def another_root(self, value: ir.Value, declared: ir.Value, root: ir.Value) -> Finding:
         """E101: declared as one root, is another."""
         text = (

@@ -209,6 +209,18 @@ def _attention(node: ir.Node, known: Known) -> Sequence[Partial | None]:
     return ((*query[:3], value[3]),)
 
 
+def _page_gather(node: ir.Node, known: Known) -> Sequence[Partial | None]:
+    page, ids = _input(node, known), _input(node, known, 1)
+    if page is None or ids is None or len(page) != 4:
+        return ()
+    halves, heads, size, width = page
+    if not ids:
+        return (page,)
+    blocks = ids[-1]
+    tokens = None if blocks is None or size is None else sizes.operation("*", blocks, size)
+    return ((halves, *ids[:-1], heads, tokens, width),)
+
+
 _SAME = (
     "Identity",
     "Cast",
@@ -304,6 +316,8 @@ _RULES: dict[tuple[str, str], Rule] = {
     **{("com.microsoft", name): _same for name in _MICROSOFT_SAME},
     ("", "SimplifiedLayerNormalization"): _same,
     ("onnx_inplace", "Copy"): _same,
+    ("onnx_inplace", "PagedAttention"): _same,
+    ("onnx_inplace", "PageGather"): _page_gather,
     ("", "Reshape"): _reshape,
     ("", "Squeeze"): _squeeze,
     ("", "Unsqueeze"): _unsqueeze,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from onnx_inplace.compiler import contract, errors, inference
+from onnx_inplace.compiler import calls, contract, errors, inference
 
 
 def flatten(model: ir.Model) -> None:
@@ -21,16 +21,18 @@ def flatten(model: ir.Model) -> None:
 
     Ensures:
         inputs and outputs of the main graph keep their order, inputs their names; every node keeps
-        its ``metadata_props``; constants are initializers of the main graph, except where a
-        Constant is itself a result of its graph.
+        its ``metadata_props``, and the ``calls`` that it stood in; constants are initializers of
+        the main graph, except where a Constant is itself a result of its graph.
     """
     for function in model.functions.values():
         _return_new_values(function)
         _forget_symbols(function)
+    noted = calls.note(model, _is_inlined)
     try:
-        common.InlinePass(lambda f: not is_operator(f))(model)
+        common.InlinePass(_is_inlined)(model)
     except (ValueError, ir.passes.PassError) as error:
         raise errors.ModelFileError("model", f"a call cannot be inlined: {error}") from None
+    calls.collect(model.graph, noted)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     _lift_initializers(model.graph)
     _unique_names(model.graph)
@@ -41,6 +43,10 @@ def is_operator(function: ir.Function) -> bool:
     """Whether a function is only the functional meaning of an operator that has an alias rule."""
     key = (function.domain, function.name)
     return function.domain == contract.DOMAIN or key in contract.RULES
+
+
+def _is_inlined(function: ir.Function) -> bool:
+    return not is_operator(function)
 
 
 def inner_graphs(node: ir.Node) -> list[ir.Graph]:

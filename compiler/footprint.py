@@ -14,11 +14,11 @@ import onnx_ir as ir
 from onnx_inplace.compiler import conditions, flat, integrity, loader, sizes, workspace
 from onnx_inplace.compiler.conditions import Kind, Linear, Requirement
 from onnx_inplace.compiler.memory import BlockUse, Fit, Footprint, Item, Use
+from onnx_inplace.compiler.notes import Copied
 from onnx_inplace.compiler.sizes import Size
 from onnx_inplace.compiler.steps import (
     Block,
     Branch,
-    Copied,
     Repeat,
     ScanStep,
     Step,

@@ -13,7 +13,7 @@ import sympy
 from onnx_inplace.compiler import contract, integrity, partition
 from onnx_inplace.compiler.capacity import Judgement, Verdict
 from onnx_inplace.compiler.conditions import MOST, Kind, Linear
-from onnx_inplace.compiler.steps import Condition, Copied, Fallback
+from onnx_inplace.compiler.notes import Condition, Copied, Fallback
 
 _NO_CONTENT = {"Shape", "Size"}  # read what is known of a tensor, not its bytes
 _CONTAINERS = {

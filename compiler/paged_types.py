@@ -9,6 +9,7 @@ say, in ``page_contract``.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,30 @@ from onnx_inplace.compiler.formats import PageFormat
 DECODED = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 HALVES, HEADS, PAGE_SIZE, HEAD_SIZE = range(4)  # axes of a page
 RANK = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PageType:
+    """What a plan knows of a paged cache.
+
+    Attributes:
+        elem_type: element type that every page decodes to.
+        shape: of a page, [2, heads, page_size, head_size]: numbers; heads may be the name of a
+            dimension, or None.
+        formats: page formats that a page may have, in canonical order; never empty.
+        sparse: whether any int64 is a page id, and not only the numbers from 0 on.
+    """
+
+    elem_type: ir.DataType
+    shape: tuple[int | str | None, ...]
+    formats: tuple[PageFormat, ...]
+    sparse: bool
+
+    def __str__(self) -> str:
+        """As an author would write it."""
+        dims = ", ".join(map(str, self.shape))
+        allowed = ", ".join(f.name for f in self.formats)
+        return f"{'SparsePaged' if self.sparse else 'Paged'}[{self.elem_type}[{dims}], {allowed}]"
 
 
 class PageTypeError(ValueError):
@@ -147,6 +172,14 @@ def text(type_: PagedType, shape: ir.Shape | None) -> str:
     )
     allowed = "".join(f", {name}" for name in names(type_))
     return f"{'SparsePaged' if type_.sparse else 'Paged'}[{type_.dtype}[{dims}]{allowed}]"
+
+
+def of(value: ir.Value) -> PageType | None:
+    """The pages of a paged cache; None: the value is none."""
+    if not isinstance(value.type, PagedType):
+        return None
+    dims = tuple(d if isinstance(d, int) else d.value for d in value.shape or ())
+    return PageType(value.type.dtype, dims, value.type.formats, value.type.sparse)
 
 
 def is_paged(value: ir.Value | None) -> bool:

@@ -21,6 +21,7 @@ import onnx_ir as ir
 
 from onnx_inplace.compiler import alias, contract, flat
 from onnx_inplace.compiler.contract import Effect
+from onnx_inplace.compiler.paged_types import is_paged
 
 # Operators that a kernel of ours executes when one of these inputs belongs to a root.
 _CACHE_PORTS: dict[tuple[str, str], tuple[int, ...]] = {
@@ -63,9 +64,11 @@ class Facts:
         self._touches: dict[ir.Node, tuple[frozenset[ir.Value], frozenset[ir.Value]]] = {}
 
     def is_view(self, node: ir.Node) -> bool:
-        """Whether the node only gives a root another shape or name."""
+        """Whether the node only gives a root, or any paged cache, another shape or name."""
         rule = contract.rule(node)
-        return rule is not None and rule.effect is Effect.VIEW and node.outputs[0] in self.roots
+        if rule is None or rule.effect is not Effect.VIEW:
+            return False
+        return node.outputs[0] in self.roots or is_paged(node.outputs[0])
 
     def is_kernel(self, node: ir.Node) -> bool:
         """Whether a kernel of ours executes the node: it writes a root, or reads its valid part."""
@@ -89,6 +92,7 @@ class Facts:
                 self.is_kernel(node)
                 or self.is_view(node)
                 or node in self._aliases.stateful
+                or any(map(is_paged, (*node.inputs, *node.outputs)))
                 or any(self.is_special(n) for graph in flat.inner_graphs(node) for n in graph)
             )
         return self._special[node]

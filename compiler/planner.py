@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from types import MappingProxyType
-from typing import Any
 
 import onnx_ir as ir
 
 from onnx_inplace.compiler import (
+    attributes,
+    calls,
     contract,
     fixed,
     flat,
@@ -23,6 +24,7 @@ from onnx_inplace.compiler import (
     lifetimes,
     listing,
     loader,
+    paged_types,
     partition,
     subsession,
 )
@@ -78,6 +80,8 @@ class _Planner:
         self.fixed = fixed.FixedShapes(self.graph)
         self.escaping = lifetimes.escaping(self.graph, self.facts)
         self.slots: dict[ir.Value, int] = {}
+        named = (d for v in self.graph.inputs for d in v.shape or () if not isinstance(d, int))
+        self.dims = {d.value for d in named if d.value}
         self.outside: set[ir.Value] = set()  # initializers that steps other than sub-sessions read
         self.used: dict[ir.Value, int] = {}  # sub-sessions by initializer
         self.from_sessions: set[ir.Value] = set()
@@ -108,7 +112,8 @@ class _Planner:
                 }
             ),
             inputs=tuple(
-                Input(v.name or "", self.slots[v], v in self.mutable) for v in graph.inputs
+                Input(v.name or "", self.slots[v], v in self.mutable, paged_types.of(v))
+                for v in graph.inputs
             ),
             outputs=tuple(
                 Output(v.name or "", slot, self.root(v))
@@ -160,16 +165,20 @@ class _Planner:
             else:
                 steps.append(self.special(batch, ordered.bodies[batch]))
             if isinstance(steps[-1], SubSession | Kernel):
-                self.nodes[id(steps[-1])] = batch if isinstance(batch, tuple) else (batch,)
+                self.nodes[id(steps[-1])] = _nodes(batch)
         outputs = tuple(self.slot(v) for v in ordered.graph.outputs)
-        return Block(tuple(steps), outputs, MappingProxyType(lifetimes.lifetimes(steps, outputs)))
+        return Block(
+            tuple(steps),
+            outputs,
+            MappingProxyType(lifetimes.lifetimes(steps, outputs)),
+            tuple(calls.common(_nodes(batch)) for batch in ordered.order.batches),
+        )
 
     def wanted(self, ordered: _Ordered) -> set[ir.Value]:
         """Values that leave the batch that makes them."""
         wanted = set(ordered.graph.outputs)
         for batch in ordered.order.batches:
-            nodes = batch if isinstance(batch, tuple) else (batch,)
-            wanted.update(subsession.inputs(nodes))
+            wanted.update(subsession.inputs(_nodes(batch)))
         return wanted
 
     def sub_session(self, nodes: tuple[ir.Node, ...], wanted: set[ir.Value]) -> Step:
@@ -195,14 +204,13 @@ class _Planner:
         source, output = node.inputs[0], node.outputs[0]
         assert source is not None
         parameter = node.inputs[1] if len(node.inputs) > 1 else None
-        root = self.root(output)
-        assert root is not None
+        root = self.root(output) or str(source.name)  # pages that nobody may write
         return View(
             node.op_type,
             self.slot(source),
             self.optional(parameter),
             self.slot(output),
-            _attributes(node),
+            attributes.values(node),
             root,
             integrity.source(node),
         )
@@ -227,7 +235,7 @@ class _Planner:
             self.model.opset_imports.get(node.domain, 1),
             inputs,
             outputs,
-            _attributes(node),
+            attributes.values(node),
             aliases,
             MappingProxyType(
                 {a.output_index: self.root(node.outputs[a.output_index]) or "" for a in aliases}
@@ -281,8 +289,8 @@ class _Planner:
         carried = len(node.inputs) - node.attributes["num_scan_inputs"].as_int()
         formals = self.all(body.inputs)
         scanned = self.all(node.inputs[carried:])
-        taken = _directions(node, "input", len(scanned))
-        made = _directions(node, "output", len(node.outputs) - carried)
+        taken = attributes.directions(node, "input", len(scanned))
+        made = attributes.directions(node, "output", len(node.outputs) - carried)
         return ScanStep(
             self.all(node.inputs[:carried]),
             tuple(Scanned(s, *how) for s, how in zip(scanned, taken, strict=True)),
@@ -304,7 +312,7 @@ class _Planner:
         self, whole: ir.Value, element: ir.Value, axis: int = 0, reverse: bool = False
     ) -> Stacked:
         known = element if element.dtype is not None else whole
-        return Stacked(self.slot(whole), axis, reverse, known.dtype, _shape(element))
+        return Stacked(self.slot(whole), axis, reverse, known.dtype, self.shape(element))
 
     # -- values
 
@@ -335,12 +343,20 @@ class _Planner:
             self.slots[value],
             value.name or "",
             value.dtype if is_tensor else None,
-            _shape(value),
+            self.shape(value),
             self.root(value),
             self.storage(value),
             is_tensor and value in self.fixed,
             self.aliases.version.get(value) if value in self.facts.roots else None,
+            paged_types.of(value),
         )
+
+    def shape(self, value: ir.Value) -> Shape | None:
+        """Numbers and names of dimensions of inputs; not the names that inference makes up."""
+        if value.shape is None:
+            return None
+        dims = (d if isinstance(d, int) else d.value for d in value.shape)
+        return tuple(d if isinstance(d, int) or d in self.dims else None for d in dims)
 
     def storage(self, value: ir.Value) -> Storage:
         if value in self.facts.roots or (value.is_graph_input() and value.graph is self.graph):
@@ -357,32 +373,8 @@ class _Planner:
         return Storage.FRESH
 
 
-def _directions(node: ir.Node, what: str, count: int) -> list[tuple[int, bool]]:
-    """Axis and whether it runs backward, for each scanned input or stacked output."""
-    axes = node.attributes.get(f"scan_{what}_axes")
-    directions = node.attributes.get(f"scan_{what}_directions")
-    return [
-        (
-            axes.as_ints()[k] if axes is not None else 0,
-            bool(directions.as_ints()[k]) if directions is not None else False,
-        )
-        for k in range(count)
-    ]
-
-
-def _shape(value: ir.Value) -> Shape | None:
-    if value.shape is None:
-        return None
-    return tuple(d if isinstance(d, int) else d.value for d in value.shape)
-
-
-def _attributes(node: ir.Node) -> MappingProxyType[str, Any]:
-    return MappingProxyType(
-        {
-            a.name: a.as_tensor().numpy() if a.type == ir.AttributeType.TENSOR else a.value
-            for a in node.attributes.values()
-        }
-    )
+def _nodes(batch: ir.Node | tuple[ir.Node, ...]) -> tuple[ir.Node, ...]:
+    return batch if isinstance(batch, tuple) else (batch,)
 
 
 def _result(node: ir.Node) -> str:

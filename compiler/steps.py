@@ -22,9 +22,13 @@ from typing import Any, TypeAlias
 
 import onnx_ir as ir
 
+from onnx_inplace.compiler.calls import Call
 from onnx_inplace.compiler.contract import OutputAlias
 from onnx_inplace.compiler.errors import Location
 from onnx_inplace.compiler.memory import Footprint, Memory
+from onnx_inplace.compiler.moments import Moment, moments
+from onnx_inplace.compiler.notes import Condition, Copied, Fallback
+from onnx_inplace.compiler.paged_types import PageType
 
 Shape: TypeAlias = "tuple[int | str | None, ...]"
 """Dimensions: a number, the name of a dimension of an input, or None where neither is known."""
@@ -49,11 +53,12 @@ class Value:
         slot: index into the slots of a run, and into ``ExecutionPlan.values``.
         name: unique in the plan; the author's name where that was unique.
         dtype: element type; None for a sequence, an optional value, or where inference found none.
-        shape: see ``Shape``; None where the rank is unknown.
+        shape: see ``Shape``; None where the rank is unknown. Of a paged cache, that of a page.
         root: the graph input whose storage it is, or None for storage of its own.
         storage: who owns the bytes.
         fixed: whether all runs with the same input dimensions give it the same shape.
         version: of the root's content; names of one version hold the same bytes. Only with a root.
+        pages: of a paged cache; its dtype is None.
     """
 
     slot: int
@@ -64,6 +69,7 @@ class Value:
     storage: Storage
     fixed: bool
     version: int | None = None
+    pages: PageType | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -155,11 +161,14 @@ class Block:
     ``lifetimes``: by slot, the first step that fills and the last step that reads it, as indices
     into ``steps``; values that exist before the block begin at -1, results end at ``len(steps)``.
     Only values of this block.
+
+    ``calls``: for each step, the calls that all of its nodes were inlined from, outermost first.
     """
 
     steps: tuple[Step, ...]
     outputs: tuple[int, ...]
     lifetimes: Mapping[int, tuple[int, int]]
+    calls: tuple[tuple[Call, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,43 +274,6 @@ Step: TypeAlias = "SubSession | Kernel | View | Branch | Repeat | ScanStep"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Copied:
-    """A value that a step copies out of a root, or that ``Copy`` makes of any other value."""
-
-    value: str
-    root: str | None
-    reason: str
-    location: Location | None
-
-    def __str__(self) -> str:
-        return f"`{self.value}` is a copy of `{self.root or 'a value'}`: {self.reason}"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Fallback:
-    """A node that reads a whole root, capacity included, because the library executes it."""
-
-    node: str
-    root: str
-    location: Location | None
-
-    def __str__(self) -> str:
-        return f"{self.node} reads the whole capacity of `{self.root}`"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Condition:
-    """What must hold of the inputs of a run: it is proved to, or a run checks it first."""
-
-    text: str
-    root: str
-    location: Location | None
-
-    def __str__(self) -> str:
-        return self.text
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class MustAlias:
     """The value of ``slot`` is the storage of ``root``; it is never released or reused."""
 
@@ -320,11 +292,12 @@ class WriteAfterRead:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Input:
-    """A graph input. ``mutable``: the caller lends its storage for writing."""
+    """A graph input. ``mutable``: the caller lends its storage for writing; ``pages``: as Value."""
 
     name: str
     slot: int
     mutable: bool
+    pages: PageType | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -390,6 +363,10 @@ class ExecutionPlan:
         Blocks stand in the order of the program, a block before those in it. Takes all dimensions.
         """
         return self.footprint.layout(dims)
+
+    def moments(self, **dims: int) -> tuple[Moment, ...]:
+        """What a run holds at each step, bodies included. Takes all dimensions."""
+        return moments(self.footprint, dims)
 
     @property
     def slots(self) -> int:

@@ -55,7 +55,7 @@ def _adjust(x, at, b, h, first, count, weights):
 
 
 @njit
-def _split(x, at, b, h, low, high, scratch, partial):
+def split(x, at, b, h, low, high, scratch, partial):
     """Keys ``low .. high`` of a kv head, into a partial result."""
     queries, state = scratch, scratch + GROUP * SIZE * 4
     weights = state + 192
@@ -86,10 +86,10 @@ def _split(x, at, b, h, low, high, scratch, partial):
 
 
 @njit
-def _merge(x, at, splits, results, space):
-    """Join the splits of every head, and write the output."""
+def join(x, at, splits, results, space, begin, end):
+    """Join the splits of the pairs (batch, kv head) from ``begin`` on, and write the output."""
     row = floats(space, SIZE)
-    for item in range(x.batch * x.kv_heads):
+    for item in range(begin, end):
         b, h = item // x.kv_heads, item % x.kv_heads
         part = carray(float32_at(results + item * splits * PARTIAL), (splits, PARTIAL // 4))
         for g in range(GROUP):
@@ -118,6 +118,16 @@ def _merge(x, at, splits, results, space):
             narrow(target, SIZE, space, x.output_kind)
 
 
+@njit
+def keys(x, lengths, b, part, splits):
+    """First, and one past the last key of a split."""
+    length, start = layout.extent(x, lengths, b)
+    low, high = layout.visible(x, length, start)
+    chunk = ((high - low + splits - 1) // splits + 15) // 16 * 16
+    first = low + part * chunk
+    return first, min(high, first + chunk)
+
+
 @kernel(layout.KERNEL)
 def attend(layout_at, query, key, value, output, lengths, mask, sinks, space, worker, workers):
     """Part of a worker: it takes pairs of kv head and split until none is left.
@@ -134,16 +144,11 @@ def attend(layout_at, query, key, value, output, lengths, mask, sinks, space, wo
         item = fetch_add(space, 1)
         if item >= items:
             break
-        row, part = item // splits, item % splits
-        b, h = row // x.kv_heads, row % x.kv_heads
-        length, start = layout.extent(x, lengths, b)
-        low, high = layout.visible(x, length, start)
-        chunk = ((high - low + splits - 1) // splits + 15) // 16 * 16
-        first = low + part * chunk
-        last = min(high, first + chunk)
-        _split(x, at, b, h, first, last, scratch, results + item * PARTIAL)
+        b, h = item // splits // x.kv_heads, item // splits % x.kv_heads
+        first, last = keys(x, lengths, b, item % splits, splits)
+        split(x, at, b, h, first, last, scratch, results + item * PARTIAL)
     if workers == 1:
-        _merge(x, at, splits, results, scratch)
+        join(x, at, splits, results, scratch, 0, x.batch * x.kv_heads)
 
 
 @kernel(layout.KERNEL)
@@ -152,4 +157,5 @@ def merge(layout_at, query, key, value, output, lengths, mask, sinks, space, wor
     x = layout.read(layout_at)
     at = layout.Places(query, key, value, output, lengths, mask, sinks)
     splits = carray(int64_at(space), (2,))[1]
-    _merge(x, at, splits, space + HEADER + workers * SCRATCH, space + HEADER)
+    results = space + HEADER + workers * SCRATCH
+    join(x, at, splits, results, space + HEADER, 0, x.batch * x.kv_heads)

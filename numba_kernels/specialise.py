@@ -18,7 +18,7 @@ import types
 from onnx_inplace.numba_kernels import cache
 
 _MARK = re.compile(r"^(?P<names>[A-Z, ]+) = .*  # specialised$", re.MULTILINE)
-_lock = threading.Lock()
+_lock = threading.RLock()  # a copy may specialise what it is made of
 _modules: dict[tuple[str, tuple[int, ...]], types.ModuleType] = {}
 
 

@@ -274,6 +274,18 @@ def test_plan_refuses_dimensions_that_are_none(folder: Path) -> None:
     assert "DIMENSION:SIZE" in fails(2, "plan", "loop.onnx", "--dims", "heads")
 
 
+def test_plan_writes_a_page(folder: Path) -> None:
+    dims = "heads:2,capacity:8,n:1"
+    assert ok("plan", "loop.onnx", "--html", "loop.html", "--dims", dims) == "loop.html: ok\n"
+    text = Path("loop.html").read_text(encoding="utf-8")
+    assert text.startswith("<!DOCTYPE html>") and "loop.onnx" in text and "chosen" not in text
+    content = json.loads(ok("plan", "loop.onnx", "--html", "other.html", "--json"))
+    assert content["ok"] and "chosen" in Path("other.html").read_text(encoding="utf-8")
+    fails(1, "plan", "loop.onnx", "--html", "none.html", "--dims", "rows:1")
+    assert not Path("none.html").exists()
+    assert "nowhere" in fails(2, "plan", "loop.onnx", "--html", "nowhere/loop.html")
+
+
 def test_plan_shows_what_is_proved(folder: Path) -> None:
     @model
     def fits(

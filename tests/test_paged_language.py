@@ -2,11 +2,12 @@
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 
 from onnx_inplace import errors, formats
-from onnx_inplace.compiler import load, schema
+from onnx_inplace.compiler import ShapesContext, load, plan, schema, steps
 from onnx_inplace.dsl import (
     FLOAT,
     FLOAT16,
@@ -18,6 +19,7 @@ from onnx_inplace.dsl import (
     function,
     kv,
     model,
+    op,
     scan,
 )
 
@@ -329,6 +331,16 @@ def program(c: Mutable[Pages], x: N, p: P) -> tuple[FLOAT16[...], Alias["c"]]:
 def program(c: Pages, x: N, p: P) -> Pages:
     return kv.PagedCacheUpdate(c, p, x, p, quantized_type="INT8")  # E106
 """,
+    "pages that nobody may write are returned": """
+@model
+def program(c: Pages) -> Pages:
+    return c  # E111
+""",
+    "pages are returned, and not said to be the parameter's": """
+@model
+def program(c: Mutable[Pages]) -> Pages:
+    return c  # E111
+""",
     "a lost update of pages": """
 @model
 def program(c: Mutable[Pages], x: N, p: P) -> P:
@@ -397,3 +409,62 @@ def test_a_changed_file_is_refused(what):
 
 def test_the_unchanged_file_is_not():
     load(changed(lambda p, e: None))
+
+
+# -- the plan
+
+
+def test_a_plan_knows_the_pages_of_an_input():
+    found = plan(decode)
+    cache = found.inputs[0]
+    assert cache.mutable and cache.pages == found.values[cache.slot].pages
+    assert cache.pages.elem_type == ir.DataType.FLOAT16 and not cache.pages.sparse
+    assert cache.pages.shape == (2, H, PAGE, D) == found.values[cache.slot].shape
+    assert cache.pages.formats == (formats.FLOAT16, formats.INT8, formats.INT4)
+    assert all(i.pages is None for i in found.inputs[1:])
+
+
+def test_updates_and_attention_are_kernels_on_the_root():
+    found = plan(decode)
+    update, attention = [s for s in found.block.steps if isinstance(s, steps.Kernel)]
+    assert (update.op_type, update.roots) == ("PagedCacheUpdate", {0: "cache"})
+    assert update.attributes == {"quantized_type": "FLOAT16"}
+    assert attention.op_type == "PagedAttention" and not attention.aliases
+    read = found.values[attention.inputs[1]]
+    assert (read.root, read.version, read.pages) == ("cache", 1, found.inputs[0].pages)
+
+
+def test_what_a_run_checks_of_pages_is_listed():
+    assert [str(c) for c in plan(decode).conditions] == [
+        "0 <= position and position + n <= 32*blocks (`cache`)",
+        "0 <= position + 1 and position + 1 <= 32*blocks (`cache`)",
+    ]
+
+
+def test_shapes_of_results_follow_from_block_tables():
+    @model
+    def read(
+        cache: Pages, table: INT64["batch", "blocks"], page: INT64[()]
+    ) -> tuple[FLOAT16[...], FLOAT16[...]]:
+        return kv.PageGather(cache, table), kv.PageGather(cache, page)
+
+    shapes = ShapesContext()
+    shapes.compute(read)
+    found = [str(shapes.get(v.name).shape) for v in read.proto.graph.output]
+    assert found == ["[2, batch, 2, (32 * blocks), 64]", "[2, 2, 32, 64]"]
+    page = shapes.get("cache").element
+    assert (page.dtype, str(page.shape)) == (ir.DataType.FLOAT16, "[2, 2, 32, 64]")
+
+
+def test_pages_that_nobody_may_write_are_views_and_kernels_too():
+    @model
+    def read(cache: Pages, page: INT64[()]) -> FLOAT16[2, H, PAGE, D]:
+        again = op.Identity(cache)
+        if page > 3:
+            found = kv.PageGather(again, page)
+        else:
+            found = kv.PageGather(again, 0)
+        return found
+
+    kinds = [type(s).__name__ for s in plan(read).block.steps]
+    assert kinds == ["SubSession", "View", "Branch"]

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 import onnx_inplace
-from onnx_inplace import compiler
+from onnx_inplace import compiler, page
 from onnx_inplace.cli import adopted, doctor, planned, report, show, values
 from onnx_inplace.compiler import errors, facts, loader, recovery, schema
 
@@ -205,13 +205,23 @@ def plan_(
         str | None,
         typer.Option("--dims", metavar="DIMS", help="batch:1,max_length:64: bytes, not formulas."),
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a page for a browser instead."),
+    ] = None,
     json_: Json = False,
 ) -> None:
     """Print the steps of a run, its memory, what copies, what is proved and what a run checks."""
     sizes = {} if dims is None else values.sizes(dims, "--dims")
+    if html is not None and not html.absolute().parent.is_dir():
+        raise typer.BadParameter(f"{html} is in no folder that exists", param_hint="--html")
     plan = compiler.plan(model)
+    if html is not None:
+        html.write_text(page.render(plan, str(model), sizes), encoding="utf-8")
     if json_:
         report.print_json(planned.to_json(plan, sizes))
+    elif html is not None:
+        print(f"{html}: ok")
     else:
         planned.render(plan, str(model), sizes)
 

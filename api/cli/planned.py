@@ -9,10 +9,10 @@ import onnx
 from rich.console import Console
 from rich.text import Text
 
-from onnx_inplace.compiler import steps
+from onnx_inplace.compiler import notes, steps
 from onnx_inplace.compiler.memory import Bytes, Memory
 
-_Note = steps.Copied | steps.Fallback | steps.Condition
+_Note = notes.Copied | notes.Fallback | notes.Condition
 
 
 def render(plan: steps.ExecutionPlan, path: str, dims: Mapping[str, int]) -> None:
@@ -32,9 +32,9 @@ def render(plan: steps.ExecutionPlan, path: str, dims: Mapping[str, int]) -> Non
     titles, amounts = (max(len(row[column]) for row in rows) for column in (0, 1))
     for part, size, meaning in rows:
         console.print(Text(f"  {part:{titles}}  {size:{amounts}}  ").append(meaning, "dim"))
-    for title, notes in _notes(plan).items():
-        console.print(Text.assemble((title, "bold"), ": none" if not notes else ":"))
-        for note in notes:
+    for title, found in _notes(plan).items():
+        console.print(Text.assemble((title, "bold"), ": none" if not found else ":"))
+        for note in found:
             console.print(Text(f"  {note}").append_text(_place(note.location)))
 
 
@@ -47,10 +47,10 @@ def to_json(plan: steps.ExecutionPlan, dims: Mapping[str, int]) -> dict[str, obj
     """
     memory = plan.memory(**dims)
     lines = ["  " * (depth - 1) + line.plain for depth, line in _block(plan, plan.block, 1)]
-    notes = {title: [str(note) for note in notes] for title, notes in _notes(plan).items()}
+    texts = {title: [str(note) for note in found] for title, found in _notes(plan).items()}
     sizes = {name: _json(getattr(memory, name)) for name, _, _ in _PARTS}
     counted = {**sizes, "unknown": list(memory.unknown)}
-    return {"ok": True, "steps": lines, "memory": counted, **notes}
+    return {"ok": True, "steps": lines, "memory": counted, **texts}
 
 
 _PARTS = (

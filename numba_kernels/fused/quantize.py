@@ -9,8 +9,8 @@ blocks, the last one filled up with zeros:
     code sum     (blocks) int32: sum of the codes
 
 One plane holds codes from -127 to 127, the scale is the largest absolute value / 127: an error of
-at most 1/254 of that value. Two planes hold codes from -32,512 to 32,512 as 256 * first + second, an
-error of at most 1/65,024. A block with an infinity or NaN has the scale NaN.
+at most 1/254 of that value. Two planes hold codes from -32,512 to 32,512 as 256 * first + second,
+an error of at most 1/65,024. A block with an infinity or NaN has the scale NaN.
 """
 
 from __future__ import annotations
