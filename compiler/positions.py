@@ -16,10 +16,19 @@ from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
 
-from onnx_inplace.compiler import check_nodes, conditions, loader, merging, sizes, slicing
+from onnx_inplace.compiler import (
+    check_nodes,
+    conditions,
+    loader,
+    merging,
+    page_checks,
+    sizes,
+    slicing,
+)
 from onnx_inplace.compiler.conditions import Kind, Linear, Requirement
 from onnx_inplace.compiler.errors import ContractError, Finding
 from onnx_inplace.compiler.knowledge import Knowledge, bodies, is_control
+from onnx_inplace.compiler.page_checks import PageChecks
 from onnx_inplace.compiler.sizes import Size
 
 
@@ -108,12 +117,13 @@ class Late:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checks:
-    """What must hold before a run writes, in program order."""
+    """What must hold before a run writes, in program order; ``pages``: of page tables."""
 
     static: tuple[Static, ...]
     direct: tuple[Direct, ...]
     sliced: Sliced | None
     late: tuple[Late, ...]
+    pages: PageChecks | None = None
 
 
 def build(loaded: loader.Loaded) -> Checks:
@@ -123,6 +133,7 @@ def build(loaded: loader.Loaded) -> Checks:
 
 class _Builder:
     def __init__(self, loaded: loader.Loaded):
+        self.loaded = loaded
         self.model, self.aliases, self.mutable = loaded.model, loaded.aliases, loaded.mutable
         graph = loaded.model.graph
         self.extents = loaded.extents
@@ -145,13 +156,23 @@ class _Builder:
             self.agree(value, one, other)
         sliced = None
         if self.sites:
-            model = slicing.Slicer(self.model, self.aliases.root, self.knowledge, self.sites)
+            model = slicing.Slicer(
+                self.model,
+                self.aliases.root,
+                self.knowledge,
+                self.sites,
+                check_nodes.CheckWriter(),
+            )
             proto = model.run()
             sliced = Sliced(
                 proto.SerializeToString(), model.inputs, model.sizes, tuple(self.bounds)
             )
         return Checks(
-            tuple(self.static.values()), tuple(self.direct.values()), sliced, tuple(self.late)
+            tuple(self.static.values()),
+            tuple(self.direct.values()),
+            sliced,
+            tuple(self.late),
+            page_checks.build(self.loaded, self.extents, self.knowledge),
         )
 
     def returned(self) -> Iterator[merging.Equality]:

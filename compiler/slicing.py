@@ -1,27 +1,21 @@
-"""A slice of a graph that finds out, writing nothing, whether some numbers are in bounds.
+"""A slice of a graph that finds out, writing nothing, what a run is going to write where.
 
-A token, ``int64[5]``, goes through the slice in program order: from check to check, out of the
-branches of an If, round the bodies of Loop and Scan. It is zero until a check finds a violation,
-which it keeps. Nodes stay only if a check needs their values; of control nodes, only the ports that
-are needed.
+A token, an int64 vector, goes through the slice in program order: from check to check, out of the
+branches of an If, round the bodies of Loop and Scan. What it is and what is done with it decides
+a ``Writer``: with checks, it is zero until one finds a violation, which it keeps. Nodes stay only
+if a site needs their values; of control nodes, only the ports that are needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Generic
 
 import onnx
 import onnx_ir as ir
 
 from onnx_inplace.compiler import contract
-from onnx_inplace.compiler.check_nodes import (
-    CHECK,
-    CHECK_DOMAIN,
-    TOKEN_SIZE,
-    CheckWriter,
-    Names,
-    Site,
-)
+from onnx_inplace.compiler.check_nodes import CHECK_DOMAIN, Names, S, Writer
 from onnx_inplace.compiler.knowledge import (
     Knowledge,
     bodies,
@@ -33,7 +27,7 @@ from onnx_inplace.compiler.knowledge import (
 from onnx_inplace.compiler.sizes import Size
 
 
-class Slicer:
+class Slicer(Generic[S]):
     """Makes the slice. Requires that everything which the sites need is known (``Knowledge``)."""
 
     def __init__(
@@ -41,18 +35,18 @@ class Slicer:
         model: ir.Model,
         root_of: Mapping[ir.Value, ir.Value],
         knowledge: Knowledge,
-        sites: Sequence[Site],
+        sites: Sequence[S],
+        writer: Writer[S],
     ):
         self._model, self._root_of, self._knowledge = model, root_of, knowledge
-        self._sites: dict[ir.Node, list[Site]] = {}
+        self._sites: dict[ir.Node, list[S]] = {}
         for site in sites:
             self._sites.setdefault(site.node, []).append(site)
         self._owner: dict[ir.Graph, ir.Node] = {}
         self._parameters: dict[ir.Value, tuple[ir.Value, ...]] = {}
         self._active: set[ir.Node] = set()  # control nodes that the token goes through
         self._needed: set[ir.Value] = set()
-        self._names = Names()
-        self._writer = CheckWriter(self._names)
+        self._writer, self._names = writer, writer.names
         self.inputs: tuple[str, ...] = ()
         self.sizes: tuple[tuple[str, tuple[Size, ...]], ...] = ()
 
@@ -61,10 +55,9 @@ class Slicer:
         graph = self._model.graph
         self._survey(graph)
         self._mark()
-        nodes: list[onnx.NodeProto] = [
-            onnx.helper.make_node("Constant", [], ["%token"], value_ints=[0] * TOKEN_SIZE)
-        ]
-        token = self._block(graph, "%token", nodes)
+        nodes: list[onnx.NodeProto] = []
+        first = self._writer.begin(nodes)
+        token = self._block(graph, first, nodes)
         given = [v for v in graph.inputs if v in self._needed and not v.is_initializer()]
         self.inputs = tuple(str(v.name) for v in given)
         self.sizes = tuple((name, sizes) for sizes, name in self._writer.sizes.items())
@@ -73,12 +66,15 @@ class Slicer:
             nodes,
             "checks",
             [_info(v) for v in given]
-            + [info(name, onnx.TensorProto.INT64, [len(s)]) for name, s in self.sizes],
-            [info(token, onnx.TensorProto.INT64, [TOKEN_SIZE])],
+            + [info(name, onnx.TensorProto.INT64, [len(s)]) for name, s in self.sizes]
+            + ([self._writer.info(first)] if self._writer.given else []),
+            [self._writer.info(token)],
             initializer=_tensors(graph, self._needed),
         )
         opsets = {k: v for k, v in self._model.opset_imports.items() if k != contract.DOMAIN}
-        function = onnx.parser.parse_function(CHECK.format(opset=opsets.get("", 25)))
+        function = onnx.parser.parse_function(
+            self._writer.function.format(opset=opsets.get("", 25))
+        )
         return onnx.helper.make_model(
             proto,
             opset_imports=[
@@ -109,9 +105,7 @@ class Slicer:
         wanted: list[ir.Value] = []
         for node, sites in self._sites.items():
             for site in sites:
-                if isinstance(site.subject, ir.Value):
-                    wanted.append(site.subject)
-                wanted += site.measured()
+                wanted += site.needed()
             graph = node.graph
             while graph in self._owner:
                 around = self._owner[graph]
@@ -159,7 +153,7 @@ class Slicer:
         """Append what stays of a block; return the name of the token at its end."""
         for node in graph:
             for site in self._sites.get(node, ()):
-                token = self._writer.check(site, token, nodes)
+                token = self._writer.append(site, token, nodes)
             if is_control(node):
                 if node in self._active or any(v in self._needed for v in node.outputs):
                     token = self._control(node, token, nodes)
@@ -204,7 +198,10 @@ class Slicer:
             after is not None,
             parameter=after is not None,
             scan=node.op_type == "Scan",
-            stops=node.op_type == "Loop" and after is not None and not stacked,
+            stops=self._writer.stops
+            and node.op_type == "Loop"
+            and after is not None
+            and not stacked,
         )
         steering = node.inputs[:2] if node.op_type == "Loop" else ()
         inputs = ["" if v is None else str(v.name) for v in steering]
@@ -241,14 +238,15 @@ class Slicer:
         self._writer.open()
         last = self._block(body, token, nodes)
         self._writer.close()
-        state = onnx.helper.make_tensor_value_info(token, onnx.TensorProto.INT64, [TOKEN_SIZE])
+        state = self._writer.info(token)
         info = _info_with_shape if scan else _info
         returned = []
         if leaves:  # a result must be made inside, even where no check changes the token
             name = self._names.new("token")
             nodes.append(onnx.helper.make_node("Identity", [last], [name]))
-            shape = [TOKEN_SIZE] if scan else None
-            returned = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, shape)]
+            returned = [self._writer.info(name)]
+            if not scan:
+                returned[0].type.tensor_type.ClearField("shape")
         results = [*map(info, outputs)]
         if stops:
             going = self._names.new("going")

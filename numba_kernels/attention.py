@@ -36,7 +36,8 @@ def workspace_size(head_size: int, value_size: int) -> int:
 
 
 @njit(fastmath={"reassoc", "contract", "nsz"})
-def _dot(a_at, b_at, count):
+def dot(a_at, b_at, count):
+    """Product of two rows of float32."""
     a, b, total = floats(a_at, count), floats(b_at, count), np.float32(0)
     for d in range(count):
         total += a[d] * b[d]
@@ -56,7 +57,7 @@ def _score(scores, count, query, keys, size, scale, softcap):
     """Scaled and capped products of a query with ``count`` keys."""
     s = floats(scores, count)
     for j in range(count):
-        s[j] = scale * _dot(query, keys + j * size * 4, size)
+        s[j] = scale * dot(query, keys + j * size * 4, size)
     if softcap > 0:
         for j in range(count):
             s[j] = softcap * np.float32(math.tanh(s[j] / softcap))
@@ -77,9 +78,16 @@ def _mask(scores, count, mask, size):
             s[j] += bias[j]
 
 
+@njit
+def _to_base_2(scores, count):
+    s = floats(scores, count)
+    for j in range(count):
+        s[j] *= LOG2_E
+
+
 @njit(fastmath={"contract"})
-def _accumulate(scores, count, row, sums, values, size):
-    """One step of the online softmax: ``count`` scores and their values join a row.
+def accumulate(scores, count, row, sums, values, size):
+    """One step of the online softmax: ``count`` scores in base 2 and their values join a row.
 
     ``row``: (2) float32, the largest score and the sum of weights until now.
     """
@@ -87,7 +95,6 @@ def _accumulate(scores, count, row, sums, values, size):
     before = state[0]
     top = before
     for j in range(count):
-        s[j] *= LOG2_E
         top = max(top, s[j])
     if top == NOTHING:
         return
@@ -163,7 +170,8 @@ def _block(x, at, b, h, row, rows, length, start, space):
                 mask += (tile + first) * x.mask_size
                 _mask(scores, last - first, mask, x.mask_size)
             to, value = sums + r * value_size * 4, values + first * value_size * 4
-            _accumulate(scores, last - first, states + r * 8, to, value, value_size)
+            _to_base_2(scores, last - first)
+            accumulate(scores, last - first, states + r * 8, to, value, value_size)
 
     for r in range(rows):
         t, head = (row + r) // x.group, h * x.group + (row + r) % x.group

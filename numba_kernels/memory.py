@@ -135,6 +135,18 @@ load_int32 = _loader(ir.IntType(32), types.int64)
 
 
 @intrinsic
+def call(typing_context, function, argument):
+    """Call the kernel ``void(int64)`` at an address."""
+
+    def generate(context, builder, signature, arguments):
+        kernel = ir.FunctionType(ir.VoidType(), [ir.IntType(64)]).as_pointer()
+        builder.call(builder.inttoptr(arguments[0], kernel), [arguments[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
 def store_int64(typing_context, place, value):
     """Write one int64."""
 

@@ -18,7 +18,8 @@ from onnx_inplace.numba_kernels.pages_layout import BY_TOKEN
 from onnx_inplace.numba_kernels.pages_numbers import half_at, limited, set_half
 
 WIDENING = np.float32(0.1)  # of a new range, on a side that a later token has widened
-_CLIP = np.float32(0.05)  # step of a search, in widths of the range
+_CLIP = 0.05  # step of a search, in widths of the range
+_NARROW = np.float32(2.0**-24)  # a range below it is one value: its scale would be 0
 _STEPS = 5
 _ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
 
@@ -89,15 +90,15 @@ def _search(x, count, least, most, highest):
     """
     width = most - least
     best_step, best_low, best = _ZERO, least, np.float32(np.inf)
-    if width == 0:
+    if width < _NARROW:
         return best_step, best_low
     numbers, sums = np.float32(count), _ZERO
     for i in range(count):
         sums += x[i]
     for a in range(_STEPS):
         for b in range(_STEPS):
-            low = least + width * (np.float32(a) * _CLIP)
-            step = ((most - width * (np.float32(b) * _CLIP)) - low) / highest
+            low = least + width * np.float32(a * _CLIP)
+            step = ((most - width * np.float32(b * _CLIP)) - low) / highest
             error, products, total, squares = _error(x, count, low, step, highest)
             if error < best:
                 best, best_step, best_low = error, step, low
@@ -122,7 +123,9 @@ def _fit(at, half, codes, line, count):
     for i in range(1, count):
         least, most = min(least, x[i]), max(most, x[i])
     if half.midpoint == 0:
-        return _store(at, half, codes, max(-least, most) / (codes.highest - codes.center), least)
+        return _store(
+            at, half, codes, max(abs(least), abs(most)) / (codes.highest - codes.center), least
+        )
     if half.searched:
         d, low = _search(x, count, least, most, codes.highest)
         return _store(at, half, codes, d, low)

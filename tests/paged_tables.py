@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
+import page_specification as spec
 
 from onnx_inplace.compiler import formats
-from onnx_inplace.numba_kernels import pages
+from onnx_inplace.numba_kernels import (
+    invoke,
+    pages,
+    pages_attention,
+    pages_kernels,
+)
+from onnx_inplace.numba_kernels.layout import bits
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner.page_description import describe
 
@@ -41,6 +48,14 @@ class Table:
             self.raw[-1][:] = 0
         self.addresses = np.array([address(r) for r in self.raw], np.int64)
         self._space = np.empty(pages.workspace_size(*dims[2:]) + 64, np.uint8)
+
+    def set_offsets(self, page, offsets):
+        """Store offsets of channels (heads, size), where the format has them."""
+        layout = self.formats[self.format[page]].layout(self.dims)
+        if layout.key.channel_offsets:
+            for h, row in enumerate(offsets.astype(np.float16)):
+                at = layout.key.offset + h * layout.key.head_stride + layout.key.channel_offsets
+                self.raw[page][at : at + 2 * len(row)] = row.view(np.uint8)
 
     def guards_intact(self):
         """Whether no byte around a page was written."""
@@ -91,3 +106,75 @@ class Table:
             self.description(source), int(self.addresses[source]), self.description(target),
             int(self.addresses[target]), count, address(self._space),
         )  # fmt: skip
+
+    def attend(
+        self, query, blocks, lengths, *, causal=True, left=-1, scale=None, softcap=0.0,
+        sinks=None, splits=1, workers=1,
+    ):  # fmt: skip
+        """Attention of ``query`` (batch, heads, tokens, size), like ``oracle``."""
+        blocks = np.atleast_2d(np.asarray(blocks, np.int64))
+        lengths = np.atleast_1d(np.asarray(lengths, np.int64))
+        batch, heads, count, size = query.shape
+        group = heads // self.dims[1]
+        ready = pages_kernels.ready(self.descriptions)
+        output = np.empty_like(query)
+        kind = KINDS[query.dtype]
+        x = pages_attention.PagesLayout(
+            batch, self.dims[1], group, count, size, self.dims[2], blocks.shape[1],
+            len(self.formats), kind, kind, left, 0 if causal else -1,
+            bits(size**-0.5 if scale is None else scale), bits(softcap),
+            *query.strides[:3], *output.strides[:3], 0, 0, 0, 0,
+        )  # fmt: skip
+        x, kernels = ready.choose(x)
+        tables = pages_attention.Tables(
+            address(self.addresses), address(self.format), address(self.descriptions),
+            address(kernels), address(blocks),
+        )  # fmt: skip
+        layout, tables = np.array(x, np.int64), np.array(tables, np.int64)
+        space = np.full(pages_attention.workspace_size(x, splits, workers) // 8, -1, np.int64)
+        space[:2] = 0, splits
+        call = invoke.invoke.ready() if workers == 1 else invoke.invoke_parallel.ready()
+        places = (
+            address(layout), address(query), address(tables), 0, address(output),
+            address(lengths), 0, 0 if sinks is None else address(sinks), address(space), workers,
+        )  # fmt: skip
+        call(ready.attend, *places)
+        if workers > 1 and splits > 1:
+            invoke.invoke.ready()(ready.merge, *places)
+        return output
+
+
+def oracle(
+    table, query, blocks, lengths, *, causal=True, left=-1, scale=None, softcap=0, sinks=None
+):
+    """Attention in float64 over what the specification says is stored; the queries come last."""
+    blocks = np.atleast_2d(np.asarray(blocks, np.int64))
+    _, heads, count, size = query.shape
+    group, output = heads // table.dims[1], np.zeros(query.shape)
+    for b, length in enumerate(np.atleast_1d(lengths)):
+        stored = [
+            spec.decode(table.formats[table.format[p]], table.raw[p], table.dims)
+            for p in blocks[b, : -(-int(length) // table.dims[2])]
+        ]
+        if not stored:
+            continue
+        keys, values = np.concatenate(stored, axis=2)[:, :, :length].astype(np.float64)
+        i, j = np.arange(count)[:, None] + length - count, np.arange(length)
+        seen = (j <= i) | (not causal)
+        if left >= 0:
+            seen &= j >= i - left
+        for h in range(heads):
+            s = query[b, h].astype(np.float64) @ keys[h // group].T
+            s *= size**-0.5 if scale is None else scale
+            if softcap:
+                s = softcap * np.tanh(s / softcap)
+            s = np.where(seen, s, -np.inf)
+            top = s.max(1, keepdims=True)
+            if sinks is not None:
+                top = np.maximum(top, sinks[h])
+            p = np.exp(s - np.where(np.isinf(top), 0, top))
+            total = p.sum(1, keepdims=True)
+            if sinks is not None:
+                total += np.exp(sinks[h] - top)
+            output[b, h] = p / np.where(total == 0, 1, total) @ values[h // group]
+    return output

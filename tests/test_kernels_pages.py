@@ -5,8 +5,11 @@ import re
 
 import ml_dtypes
 import numpy as np
+import page_specification as spec
 import pytest
 from paged_tables import FORMATS, Table
+
+from onnx_inplace.compiler import formats
 
 pytestmark = pytest.mark.kernel
 
@@ -257,3 +260,48 @@ def test_offsets_of_channels_help_keys_that_are_far_from_zero():
     table.convert(0, 1)
     with_offsets, without = (np.abs(table.read(p)[0] - x[0]).mean() for p in (1, 2))
     assert with_offsets < without / 4
+
+
+def draw(rng, dims, count):
+    """Tokens of one of several kinds: gaussian, with strong channels, tiny, large, constant."""
+    x = rng.standard_normal((2, dims[1], count, dims[3])).astype(np.float32)
+    kind = rng.integers(6)
+    if kind == 1:
+        x[..., rng.integers(dims[3], size=3)] *= 50
+    if kind == 2:
+        x *= np.exp2(rng.integers(-24, -2)).astype(np.float32)
+    if kind == 3:
+        x *= np.float32(3e4)
+    if kind == 4:
+        x[:] = x[0, 0, 0, 0]
+    if kind == 5:
+        x += np.linspace(-8, 8, dims[3], dtype=np.float32)
+    return x
+
+
+@pytest.mark.parametrize("seed", range(3))
+@every_shape
+@every_format
+def test_writes_give_the_bytes_of_the_specification(name, dims, seed):
+    """Writes of any length anywhere, on what earlier ones left, then each conversion."""
+    rng = np.random.default_rng(seed)
+    page_format = formats.BUILTIN[name]
+    table = Table(dims, [name, *NAMES])
+    expected, fill = table.raw[0].copy(), 0
+    for _ in range(8):
+        position = int(rng.integers(min(fill + 20, dims[2])))
+        count = int(rng.integers(1, dims[2] - position + 1))
+        if rng.random() < 0.2:
+            position, count = 0, dims[2]
+        x = draw(rng, dims, count)
+        table.write([0], x, position)
+        expected = spec.write(page_format, expected, dims, x, position, fill)
+        fill = max(fill, position + count)
+        np.testing.assert_array_equal(table.raw[0], expected)
+        assert table.fill[0] == fill
+    np.testing.assert_array_equal(table.read(0), spec.decode(page_format, expected, dims))
+    for page, target in enumerate(NAMES, 1):
+        table.convert(0, page)
+        converted = spec.convert(page_format, formats.BUILTIN[target], expected, dims, fill)
+        np.testing.assert_array_equal(table.raw[page], converted, target)
+    assert table.guards_intact()

@@ -1,0 +1,111 @@
+"""Attention over pages of one format and of several, against float64 on what is stored."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from paged_tables import FORMATS, Table, oracle
+
+pytestmark = pytest.mark.kernel
+
+NAMES = [f.name for f in FORMATS]
+PRECISE = 2e-5  # of the largest output: float32 sums
+SHAPES = [(2, 1, 64, 64), (2, 4, 64, 64), (1, 3, 32, 96), (2, 2, 128, 80), (1, 5, 256, 128)]
+"""(kv heads, group, page size, head size)"""
+
+
+def fill(rng, names, dims, lengths, order=None):
+    """Pages of these formats in rows of a block table, and NaN where no token is valid."""
+    table = Table(dims, names)
+    pages = len(names) // len(lengths)
+    order = np.arange(len(names)) if order is None else order
+    blocks = np.asarray(order).reshape(len(lengths), pages)
+    for b, length in enumerate(lengths):
+        for page in blocks[b]:
+            table.raw[page][:] = 0xFF  # NaN in every format that knows it, scales included
+            table.set_offsets(page, rng.standard_normal(dims[1::2]))
+        if length:
+            x = rng.standard_normal((2, dims[1], length, dims[3])).astype(np.float32)
+            table.write([blocks[b]], x, 0)
+    return table, blocks
+
+
+def queries(rng, batch, heads, count, size, dtype=np.float32):
+    return rng.standard_normal((batch, heads, count, size)).astype(dtype)
+
+
+def check(actual, expected, tolerance=PRECISE):
+    assert np.isfinite(actual.astype(np.float32)).all()
+    largest = max(np.abs(expected).max(), 1e-6)
+    assert np.abs(actual.astype(np.float64) - expected).max() <= tolerance * largest
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_decode_over_pages_of_one_format(name, shape):
+    heads, group, page_size, size = shape
+    rng = np.random.default_rng(1)
+    lengths = [3 * page_size - 5]
+    table, blocks = fill(rng, [name] * 3, (2, heads, page_size, size), lengths)
+    q = queries(rng, 1, heads * group, 1, size)
+    check(table.attend(q, blocks, lengths), oracle(table, q, blocks, lengths))
+
+
+@pytest.mark.parametrize("count", [1, 7, 90])
+@pytest.mark.parametrize(
+    "options", [{}, {"left": 40}, {"softcap": 2.0}, {"causal": False}], ids=str
+)
+def test_a_mixture_with_windows_and_softcap(options, count):  # CASES 82
+    rng = np.random.default_rng(2)
+    lengths = [90, 64 * 9, 131]
+    names = rng.permutation(NAMES * 3)
+    order = rng.permutation(27)
+    table, blocks = fill(rng, names, (2, 2, 64, 64), lengths, order)
+    q = queries(rng, 3, 6, count, 64)
+    check(table.attend(q, blocks, lengths, **options), oracle(table, q, blocks, lengths, **options))
+
+
+def test_lengths_of_zero_and_shorter_than_the_queries():  # CASES 65
+    rng = np.random.default_rng(3)
+    lengths = [0, 3, 20]
+    table, blocks = fill(rng, ["INT8", "INT4", "FLOAT16"], (2, 2, 64, 64), lengths)
+    q = queries(rng, 3, 4, 5, 64)
+    out = table.attend(q, blocks, lengths)
+    assert not out[0].any() and not out[1, :, :2].any()
+    check(out, oracle(table, q, blocks, lengths))
+
+
+@pytest.mark.parametrize("count", [1, 20])
+@pytest.mark.parametrize("splits", [2, 5, 40])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_splits_and_threads(workers, splits, count):
+    rng = np.random.default_rng(4)
+    lengths = [40, 64 * 8 + 3]
+    table, blocks = fill(rng, NAMES * 2, (2, 2, 64, 64), lengths)
+    sinks = rng.standard_normal(6).astype(np.float32)
+    q = queries(rng, 2, 6, count, 64)
+    out = table.attend(q, blocks, lengths, splits=splits, workers=workers, sinks=sinks)
+    check(out, oracle(table, q, blocks, lengths, sinks=sinks))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_queries_of_16_bits(dtype):
+    rng = np.random.default_rng(5)
+    table, blocks = fill(rng, ["INT8", "BFLOAT16"], (2, 2, 64, 64), [100])
+    q = queries(rng, 1, 4, 2, 64, dtype)
+    check(table.attend(q, blocks, [100]), oracle(table, q, blocks, [100]), 5e-3)
+
+
+def test_queries_and_output_packed_by_token():
+    rng = np.random.default_rng(6)
+    table, blocks = fill(rng, ["INT8", "INT4"], (2, 2, 64, 64), [100])
+    q = queries(rng, 1, 3, 4, 64).transpose(0, 2, 1, 3)  # (batch, heads = 4, tokens = 3, size)
+    check(table.attend(q, blocks, [100]), oracle(table, q, blocks, [100]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shared_page_is_read_by_every_sequence(name):
+    rng = np.random.default_rng(7)
+    table, blocks = fill(rng, [name] * 3, (2, 1, 64, 64), [64, 64, 64])
+    blocks = np.array([[0, 1], [0, 2]])
+    q = queries(rng, 2, 2, 1, 64)
+    check(table.attend(q, blocks, [128, 100]), oracle(table, q, blocks, [128, 100]))
