@@ -48,6 +48,7 @@ MODES = {
 }
 _IDS = {"PagedAttention": 2}
 _POSITIONS = {"PagedCacheUpdate": 3, "PagedAttention": 3}
+_TOKENS = {Mode.WRITE: 2, Mode.READ: 0}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,11 +80,13 @@ class PageAccess:
         ids: page ids; None in a log.
         positions: first token of each row; of READ the number of valid tokens. None in a log, and
             where there are none.
-        length: tokens that are written from each position on; None in a log.
+        length: tokens that are written from each position on; of READ the number of queries, which
+            are the last valid tokens. None in a log.
         rows: rows of page ids; 1 unless ``rank`` is 2. None in a log.
         blocks: page ids of a row. None in a log.
         late: why something of it is not known before a run; None: all is. Its step has to look for
             itself, and so have later ones on the same root.
+        left: of READ: tokens before its own that a query sees; -1: all.
     """
 
     number: int
@@ -98,6 +101,7 @@ class PageAccess:
     rows: Size | None = None
     blocks: Size | None = None
     late: str | None = None
+    left: int = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -200,6 +204,9 @@ class _Builder:
             rows,
             blocks,
             reason,
+            node.attributes["left_window_size"].as_int()
+            if "left_window_size" in node.attributes
+            else -1,
         )
         self.accesses.append(found)
         if reason is None:
@@ -220,10 +227,11 @@ class _Builder:
     def counts(
         self, node: ir.Node, mode: Mode, ids: ir.Value, rank: int
     ) -> tuple[Size | Measured, Size | Measured, Size | Measured]:
-        """Tokens that are written, rows of page ids, page ids of a row."""
+        """Tokens that are written, or that look back; rows of page ids, page ids of a row."""
         length: Size | Measured = 0
-        if mode is Mode.WRITE and node.inputs[2] is not None:
-            length = self.size(node.inputs[2], -2)
+        tokens = node.inputs[_TOKENS[mode]] if mode in _TOKENS else None
+        if tokens is not None:
+            length = self.size(tokens, -2)
         rows = self.size(ids, 0) if rank == 2 else 1
         return length, rows, self.size(ids, -1) if rank else 1
 

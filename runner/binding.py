@@ -7,6 +7,7 @@ session, so that two bindings run in two threads.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Mapping
@@ -16,10 +17,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import numpy as np
 
 from onnx_inplace.compiler import errors
+from onnx_inplace.compiler.contract import Access
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner import execute, inputs, journal, storage
 from onnx_inplace.runner.checks import Check
 from onnx_inplace.runner.outputs import Outputs
+from onnx_inplace.runner.page_port import PagedPort
+from onnx_inplace.runner.pages import PagedCache
 from onnx_inplace.runner.storage import Array, Interval
 
 if TYPE_CHECKING:
@@ -37,21 +41,26 @@ class Binding:
     the caller may read and write them; during a run in another thread their content is in flux.
 
     Attributes:
-        arrays: what was lent, by name of the mutable input.
+        arrays: what was lent, by name of the mutable input: arrays and paged caches.
         generation: number of runs that may have changed the arrays. What was read at one generation
             is old at the next.
     """
 
-    def __init__(self, session: Session, arrays: Mapping[str, object]):
-        """Check and lease ``arrays``. See ``Session.bind``."""
-        given = inputs.flatten(session.ports_by_name, arrays)
+    def __init__(self, session: Session, lent: Mapping[str, object]):
+        """Check and lease what is lent. See ``Session.bind``."""
+        given = inputs.flatten(session.ports_by_name, lent)
         self._dims: inputs.Dims = {}
-        self.arrays: dict[str, Array] = {}
+        self._caches: dict[str, PagedCache] = {}
+        arrays: dict[str, Array] = {}
         for port in session.mutable_inputs:
-            self.arrays[port.name] = storage.check(port.name, given[port.name], port.dtype)
+            if isinstance(port, PagedPort):
+                self._caches[port.name] = port.check(given[port.name])
+            else:
+                arrays[port.name] = storage.check(port.name, given[port.name], port.dtype)
+        self.arrays: dict[str, Any] = {**arrays, **self._caches}
         for port in session.mutable_inputs:
             port.unify(self.arrays[port.name].shape, self._dims)
-        for name, array in self.arrays.items():
+        for name, array in arrays.items():
             storage.check_layout(name, array)
         self.generation = 0
         self._session = session
@@ -65,7 +74,9 @@ class Binding:
         self._frame: execute.Run
         # Last, so that nothing can fail between the lease and its finalizer.
         self._end = weakref.finalize(
-            self, storage.leases.give_back, storage.leases.take(self.arrays)
+            self,
+            storage.leases.give_back,
+            storage.leases.take(arrays, {n: c.store.table for n, c in self._caches.items()}),
         )
 
     def __enter__(self) -> Self:
@@ -151,6 +162,15 @@ class Binding:
         slots.append([])  # journal.JOURNAL
         for feed, array in zip(session.feeds, given, strict=True):
             slots[feed[0]] = array
+        if session.paged:
+            with contextlib.ExitStack() as stack:
+                self._claim(given, stack)
+                self._execute(run, slots)
+        else:
+            self._execute(run, slots)
+        return self._results(slots, given)
+
+    def _execute(self, run: execute.Run, slots: Slots) -> None:
         for check in self._checks:
             check(slots)
         self.generation += 1
@@ -161,9 +181,19 @@ class Binding:
             if written:
                 self._failed = error, written
             raise
-        return self._results(slots, given)
 
-    def _given(self, values: dict[str, object]) -> list[Array]:
+    def _claim(self, given: list[Any], stack: contextlib.ExitStack) -> None:
+        """Paged caches belong to the run until ``stack`` is closed."""
+        for name, cache in self._caches.items():
+            cache.begin(name, Access.READ_WRITE)
+            stack.callback(cache.end, name)
+            stack.callback(cache.store.release)
+        for port, cache in zip(self._session.inputs, given, strict=True):
+            if isinstance(cache, PagedCache):
+                cache.begin(port.name, Access.READ_ONLY)
+                stack.callback(cache.end, port.name)
+
+    def _given(self, values: dict[str, object]) -> list[Any]:
         """Ordinary inputs in order: of the declared type, C-contiguous, apart from all leases.
 
         Integers may be positions: they are copied.
@@ -171,9 +201,12 @@ class Binding:
         session, lent = self._session, storage.leases.lent
         if len(values) != len(session.feeds) or not session.feed_names.issuperset(values):
             values = inputs.flatten([port.name for _, port in session.feeds], values)
-        given = []
+        given: list[Any] = []
         for _, port in session.feeds:
             value = values[port.name]
+            if isinstance(port, PagedPort):
+                given.append(self._read_only(port, value))
+                continue
             array = inputs.array(port, value)
             if not array.flags.c_contiguous:
                 self._refuse_lent(port, storage.interval(array))
@@ -187,6 +220,16 @@ class Binding:
                     array = array.copy()
             given.append(array)
         return given
+
+    def _read_only(self, port: PagedPort, value: object) -> PagedCache:
+        """A paged cache that this run only reads; SharedStorage where a binding may write it."""
+        cache = port.check(value)
+        holder = storage.leases.pool_holder(cache.store.table)
+        if holder is not None:
+            raise errors.SharedStorage(
+                f"`{port.name}` is lent for writing, as `{holder}`.", port.name, holder
+            )
+        return cache
 
     def _refuse_lent(self, port: inputs.Port, mine: Interval) -> None:
         holder = storage.leases.holder(mine)
@@ -204,7 +247,7 @@ class Binding:
             dims = dict(self._dims)
             for (_, port), shape in zip(self._session.feeds, shapes, strict=True):
                 port.unify(shape, dims)
-            checks = self._session.prechecks.prepare(dims)
+            checks = self._session.prechecks.prepare(dims) + self._session.page_checks.prepare(dims)
             if len(self._prepared) >= _PREPARED_LIMIT:
                 self._prepared.clear()
             self._prepared[shapes] = checks
@@ -225,11 +268,13 @@ class Binding:
                 results.append(value)
         return session.outputs_type(results)
 
-    def _storage_of(self, name: str, root: str, value: Array) -> Array:
-        """The caller's array, after comparing where the run left the value."""
+    def _storage_of(self, name: str, root: str, value: Any) -> Any:
+        """The caller's storage, after comparing where the run left the value."""
         array = self.arrays[root]
         if value is array:
             return array
+        if isinstance(array, PagedCache):
+            raise errors.AliasViolation(f"output `{name}` is not its root `{root}`.", name)
         expected, actual = address(array), address(value)
         if actual != expected or value.nbytes != array.nbytes:
             raise errors.AliasViolation(

@@ -70,6 +70,25 @@ class _Limits:
         _enforce(self.bound, [n + self.offset for n in given], self)
 
 
+def load(model: bytes) -> onnxruntime.InferenceSession:
+    """A slice of a model, ready to run.
+
+    Raises:
+        errors.ModelFileError: onnxruntime refuses it.
+    """
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 4  # faults are raised
+    # Nothing to gain, and onnxruntime 1.32 loses results of an If when its optimizer
+    # inlines an If in one of its branches whose condition is a constant.
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    except (ort.InvalidGraph, ort.Fail, ort.NotImplemented) as error:
+        reason = f"what decides about positions cannot be loaded: {error}"
+        raise errors.ModelFileError("model", reason) from None
+
+
 class Prechecks:
     """The checks of one session. Used by all of its bindings, in any thread."""
 
@@ -78,19 +97,7 @@ class Prechecks:
         self._checks, self._slot_of = checks, slot_of
         self._session = None
         if checks.sliced is not None:
-            options = onnxruntime.SessionOptions()
-            options.intra_op_num_threads = options.inter_op_num_threads = 1
-            options.log_severity_level = 4  # faults are raised
-            # Nothing to gain, and onnxruntime 1.32 loses results of an If when its optimizer
-            # inlines an If in one of its branches whose condition is a constant.
-            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-            try:
-                self._session = onnxruntime.InferenceSession(
-                    checks.sliced.model, options, providers=["CPUExecutionProvider"]
-                )
-            except (ort.InvalidGraph, ort.Fail, ort.NotImplemented) as error:
-                reason = f"what decides about positions cannot be loaded: {error}"
-                raise errors.ModelFileError("model", reason) from None
+            self._session = load(checks.sliced.model)
 
     def prepare(self, dims: Mapping[str, int]) -> tuple[Check, ...]:
         """Checks of a run with these dimensions.

@@ -66,7 +66,7 @@ class Engine:
         """Arrays that steps read and nobody writes, by slot."""
         return MappingProxyType(self._constants)
 
-    def open(self, roots: Mapping[str, Array]) -> Execution:
+    def open(self, roots: Mapping[str, Any]) -> Execution:
         """An execution on the caller's storage."""
         return Execution(self, roots)
 
@@ -78,7 +78,7 @@ class Engine:
 class Execution:
     """The runs on one caller's storage. Not thread-safe: the binding lets one run at a time."""
 
-    def __init__(self, engine: Engine, roots: Mapping[str, Array]):
+    def __init__(self, engine: Engine, roots: Mapping[str, Any]):
         self._engine, self._roots = engine, roots
         self._frames: OrderedDict[tuple[tuple[int, ...], ...], Run] = OrderedDict()
 
@@ -179,8 +179,8 @@ class _Builder:
         return action
 
 
-def _guard(action: Action, slot: int, root: str, array: Array) -> Action:
-    expected = address(array)
+def _guard(action: Action, slot: int, root: str, array: Any) -> Action:
+    expected = _place(array)
 
     def act(slots: Slots) -> None:
         action(slots)
@@ -196,6 +196,11 @@ def _guard(action: Action, slot: int, root: str, array: Array) -> Action:
                 )
 
     return act
+
+
+def _place(storage: Any) -> int:
+    """The address of an array; of a paged cache its identity, for its pages come and go."""
+    return address(storage) if isinstance(storage, np.ndarray) else id(storage)
 
 
 def _aliased(step: Step) -> Iterator[tuple[int, str]]:

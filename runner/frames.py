@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +49,7 @@ class Frame:
 
     Attributes:
         plan: what is executed.
-        roots: the caller's arrays by name.
+        roots: the caller's arrays and paged caches by name.
         dims: sizes by name of the dimension.
         template: a copy of it is where a run starts: constants, the caller's storage, buffers.
         shapes: what the first run saw, by slot, of values with a fixed shape.
@@ -57,7 +58,7 @@ class Frame:
     """
 
     plan: ExecutionPlan
-    roots: Mapping[str, Array]
+    roots: Mapping[str, Any]
     dims: Mapping[str, int]
     template: Slots
     shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import ItemsView, KeysView, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from onnx_inplace.runner.storage import Array
 
 
@@ -48,7 +50,10 @@ class Outputs(tuple[Array, ...]):
 
     def __repr__(self) -> str:
         """Names, types and shapes; no contents."""
-        arrays = ", ".join(f"{name}: {a.dtype}{list(a.shape)}" for name, a in self.items())
+        arrays = ", ".join(
+            f"{name}: {a.dtype}{list(a.shape)}" if isinstance(a, np.ndarray) else repr(a)
+            for name, a in self.items()
+        )
         return f"Outputs({arrays})"
 
 

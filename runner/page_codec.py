@@ -5,18 +5,20 @@ Everything has been checked before. What bytes mean is said in ``compiler.format
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from onnx_inplace.compiler import errors, formats
 from onnx_inplace.compiler.formats import PageFormat
+from onnx_inplace.numba_kernels import pages, pages_layout
+from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.runner import page_description, storage
+from onnx_inplace.runner.attend import KINDS
+from onnx_inplace.runner.page_table import PageTable
 from onnx_inplace.runner.storage import Array
-
-VALUES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
-"""Element types of what is written."""
 
 
 class Codec:
@@ -26,6 +28,7 @@ class Codec:
         dims: of a page, (2, heads, page_size, head_size).
         formats: what pages may be stored as; a page table holds indices into this.
         page_bytes: of a page, by format.
+        descriptions: (formats, words) int64, what kernels are told of each format.
     """
 
     def __init__(self, dims: Sequence[int], allowed: Iterable[PageFormat]):
@@ -38,6 +41,7 @@ class Codec:
         self.dims = tuple(dims)
         self.formats: list[PageFormat] = []
         self.page_bytes: list[int] = []
+        self.descriptions = np.empty((0, pages_layout.WORDS), np.int64)
         self._index: dict[str, int] = {}
         for format in allowed:
             self._add(format)
@@ -47,13 +51,15 @@ class Codec:
                 self._try(format)
         if not self.formats:
             formats.FLOAT32.layout(self.dims)  # says what is wrong with the dimensions
+        self._space = pages.workspace_size(*self.dims[2:])
 
     def _add(self, format: PageFormat) -> int:
         if format.name in self._index:
             raise ValueError(f"two page formats are called {format.name}")
-        size = format.page_bytes(self.dims)
+        row = page_description.describe(format, self.dims)
+        self.descriptions = np.vstack([self.descriptions, row])
         self.formats.append(format)
-        self.page_bytes.append(size)
+        self.page_bytes.append(format.page_bytes(self.dims))
         self._index[format.name] = len(self.formats) - 1
         return self._index[format.name]
 
@@ -78,7 +84,7 @@ class Codec:
             errors.StorageMismatch: element type or shape.
         """
         expected = (*self.dims[:2], values.shape[2] if values.ndim == 4 else 0, self.dims[3])
-        if values.dtype not in VALUES or values.shape != expected:
+        if values.dtype not in KINDS or values.shape != expected:
             raise errors.StorageMismatch(
                 f"`{name}`: values {values.dtype}{list(values.shape)} are no tokens of pages "
                 f"{list(self.dims)}; float32, float16 or bfloat16 are taken.",
@@ -87,23 +93,73 @@ class Codec:
                 values.shape,
             )
 
-    def decode(self, block: Array, index: int) -> Array:
-        """The numbers of a page as float32."""
-        return self._rows(block, index).astype(np.float32)
+    def decode(self, block: Array, index: int, dtype: np.dtype[Any]) -> Array:
+        """The numbers of a page, rounded once to ``dtype``, one of ``KINDS``."""
+        target = np.empty(self.dims, dtype)
+        self.read(block, index, self.dims[2], target)
+        return target
 
-    def write(self, block: Array, index: int, values: Array, position: int, fill: int) -> None:
-        """Write tokens from ``position`` on; ``fill`` tokens are there."""
-        rows = self._rows(block, index)
-        with np.errstate(over="ignore"):
-            rows[:, :, position : position + values.shape[2]] = values
+    def read(self, block: Array, index: int, count: int, target: Array) -> None:
+        """The first ``count`` tokens of a page into (2, heads, count, head_size)."""
+        half, head, token, _ = target.strides
+        kernel, space = pages.read.ready(), self._workspace()
+        kind, place = KINDS[target.dtype], address(target)
+        kernel(
+            self._describe(index), address(block), 0, count, place, kind, half, head, token, space
+        )
 
-    def convert(self, old: Array, before: int, new: Array, after: int, fill: int) -> None:
-        """Write ``fill`` tokens of a page as a page of another format."""
-        self.write(new, after, self._rows(old, before)[:, :, :fill], 0, 0)
+    def write(self, table: PageTable, rows: Array, values: Array, positions: Array) -> int:
+        """Write tokens; everything has been checked.
 
-    def _rows(self, block: Array, index: int) -> Array:
-        format = self.formats[index]
-        if not format.is_float:
-            raise errors.UnsupportedOperator("onnx_inplace", "page", f"{format.name}: no kernel")
-        dtype: np.dtype[Any] = format.key.storage.numpy()
-        return block.view(dtype).reshape(self.dims)
+        Args:
+            table: of the pages; fills become those after the write.
+            rows: (batch, blocks) int64, of the table; those that are touched exist.
+            values: (2, batch, heads, n, head_size), elements of a row are neighbours.
+            positions: (batch,) int64, first token of each sequence.
+
+        Returns:
+            How many numbers did not fit the format of their page, and were clipped.
+        """
+        half, batch, head, token, _ = values.strides
+        layout = np.array(
+            (*values.shape[1:4:2], KINDS[values.dtype], half, batch, head, token, rows.shape[1]),
+            np.int64,
+        )
+        clipped: int = pages.write.ready()(
+            address(self.descriptions),
+            address(layout),
+            address(values),
+            address(table.address),
+            address(table.format),
+            address(table.fill),
+            address(rows),
+            address(positions),
+            self._workspace(),
+        )
+        return clipped
+
+    def convert(self, old: Array, before: int, new: Array, after: int, fill: int) -> int:
+        """Write ``fill`` tokens of a page as a page of another format; how many were clipped."""
+        kernel, space = pages.convert.ready(), self._workspace()
+        source, target = self._describe(before), self._describe(after)
+        clipped: int = kernel(source, address(old), target, address(new), fill, space)
+        return clipped
+
+    def prepare(self) -> None:
+        """Load or compile the kernels, so that nothing compiles in the middle of a run."""
+        for kernel in (pages.read, pages.write, pages.convert):
+            kernel.ready()
+        self._workspace()
+
+    def _describe(self, index: int) -> int:
+        return address(self.descriptions) + index * self.descriptions.strides[0]
+
+    def _workspace(self) -> int:
+        """Address of memory for the kernels of this thread, aligned to a cache line."""
+        held: Array | None = getattr(_spaces, "held", None)
+        if held is None or held.nbytes < self._space:
+            held = _spaces.held = storage.zeros((self._space,), np.dtype(np.uint8))
+        return address(held)
+
+
+_spaces = threading.local()

@@ -35,6 +35,8 @@ class PageStore:
         sparse_ids: whether any int64 is an id.
         budget: most bytes of all pages; None: no limit.
         memory: where pages come from.
+        reserved: memory of pages that this run will add, by id.
+        clipped: numbers that did not fit the format of their page, since the cache was made.
     """
 
     def __init__(
@@ -49,6 +51,8 @@ class PageStore:
         self.name, self.elem_type, self.codec = name, elem_type, codec
         self.sparse_ids, self.budget, self.memory = sparse_ids, budget, memory
         self.table = PageTable(sparse_ids=sparse_ids)
+        self.reserved: dict[int, Array] = {}
+        self.clipped = 0
 
     # -- what is there
 
@@ -138,7 +142,7 @@ class PageStore:
         Raises:
             errors.PageBudget: ``more`` bytes are too many.
         """
-        used = self.table.nbytes
+        used = self.table.nbytes + sum(block.nbytes for block in self.reserved.values())
         if self.budget is not None and more > 0 and used + more > self.budget:
             raise errors.PageBudget(self.name, more, used, self.budget)
 
@@ -163,16 +167,36 @@ class PageStore:
 
     # -- changes
 
-    def add(self, pages: Sequence[int], format: int) -> None:
-        """Make pages of zeros: all or none.
+    def add(self, pages: Sequence[tuple[int, int]]) -> None:
+        """Make pages of zeros, given as id and index of the format: all or none.
 
         Raises:
             errors.PageBudget, MemoryError: nothing has changed.
         """
-        size = self.codec.page_bytes[format]
-        self.afford(size * len(pages))
-        blocks = self.memory.take([size] * len(pages))
-        self.enter([NewPage(p, b, format) for p, b in zip(pages, blocks, strict=True)])
+        self.reserve([new for new in pages if new[0] not in self.reserved])
+        self.enter([NewPage(page, self.reserved.pop(page), format) for page, format in pages])
+
+    def reserve(self, pages: Sequence[tuple[int, int]]) -> None:
+        """Take memory for pages that will be added: all or none.
+
+        Raises:
+            errors.PageBudget, MemoryError: nothing has changed.
+        """
+        sizes = [self.codec.page_bytes[format] for _, format in pages]
+        self.afford(sum(sizes))
+        blocks = self.memory.take(sizes)
+        try:
+            self.table.make_room(self.table.rows_with(page for page, _ in pages))
+        except MemoryError:
+            for block in blocks:
+                self.memory.give(block)
+            raise
+        self.reserved.update(zip((page for page, _ in pages), blocks, strict=True))
+
+    def release(self) -> None:
+        """Give back what is still reserved."""
+        while self.reserved:
+            self.memory.give(self.reserved.popitem()[1])
 
     def enter(self, new: Sequence[NewPage]) -> None:
         """Put pages into the table. Their memory is given back where that fails."""
@@ -183,8 +207,8 @@ class PageStore:
                 self.memory.give(page.block)
             raise
 
-    def copy(self, row: int, to: int) -> None:
-        """Copy a page into a new one.
+    def copy(self, row: int, to: int, most: int) -> None:
+        """Copy a page into a new one, that has at most ``most`` tokens.
 
         Raises:
             errors.PageBudget, MemoryError: nothing has changed.
@@ -193,35 +217,36 @@ class PageStore:
         self.afford(old.nbytes)
         (block,) = self.memory.take([old.nbytes], zeroed=False)
         block[:] = old
-        self.enter([NewPage(to, block, int(self.table.format[row]), int(self.table.fill[row]))])
+        fill = min(most, int(self.table.fill[row]))
+        self.enter([NewPage(to, block, int(self.table.format[row]), fill)])
 
-    def write(self, row: int, values: Array, position: int) -> None:
-        """Write tokens; ``check_write`` has allowed it."""
-        fill = int(self.table.fill[row])
-        self.codec.write(self.block(row), int(self.table.format[row]), values, position, fill)
-        self.table.fill[row] = max(fill, position + values.shape[2])
+    def write(self, rows: Array, values: Array, positions: Array) -> None:
+        """Write tokens; all has been checked. See ``Codec.write``."""
+        self.clipped += self.codec.write(self.table, rows, values, positions)
 
-    def convert(self, row: int, format: int) -> None:
-        """Store a page in another format; where the number of bytes is the same, in place.
+    def convert(self, rows: Sequence[int], format: int) -> None:
+        """Store pages in another format; where the number of bytes is the same, in place.
+
+        Memory is taken first: all pages are converted, or none.
 
         Raises:
             errors.PageBudget, MemoryError: nothing has changed.
         """
-        before, old = int(self.table.format[row]), self.block(row)
-        if before == format:
-            return
+        rows = [row for row in rows if self.table.format[row] != format]
         size = self.codec.page_bytes[format]
-        self.afford(size - old.nbytes)
-        (new,) = self.memory.take([size])
-        self.codec.convert(old, before, new, format, int(self.table.fill[row]))
-        if size == old.nbytes:
-            old[:] = new
-            self.table.format[row] = format
-            self.memory.give(new)
-        else:
-            seen = bool(self.table.seen[row])
-            self.table.replace(row, new, format)
-            self._give(old, seen)
+        self.afford(sum(size - self.block(row).nbytes for row in rows))
+        for row, new in zip(rows, self.memory.take([size] * len(rows), zeroed=False), strict=True):
+            old, fill = self.block(row), int(self.table.fill[row])
+            before = int(self.table.format[row])
+            self.clipped += self.codec.convert(old, before, new, format, fill)
+            if size == old.nbytes:
+                old[:] = new
+                self.table.format[row] = format
+                self.memory.give(new)
+            else:
+                seen = bool(self.table.seen[row])
+                self.table.replace(row, new, format)
+                self._give(old, seen)
 
     def drop(self, page: int) -> None:
         """Free a page, whoever counts on it."""

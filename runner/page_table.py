@@ -160,6 +160,7 @@ class PageTable:
         owners: (rows,) int32, who counts on the page; a page with several is not written.
         size: (rows,) int64 [bytes].
         seen: (rows,) bool, whether somebody may hold a view of the bytes.
+        views: number of rows that were seen.
         blocks: by row, what keeps the bytes alive.
         nbytes: of all pages.
         version: grows whenever a page comes, goes or moves.
@@ -175,8 +176,7 @@ class PageTable:
         self.size: Int64s = np.zeros(0, np.int64)
         self.seen: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
         self.blocks: list[Array | None] = []
-        self.nbytes = 0
-        self.version = 0
+        self.nbytes = self.version = self.views = 0
 
     def make_room(self, rows: int) -> None:
         """Room for so many rows. The only step of an addition that can fail; then nothing changed.
@@ -203,10 +203,16 @@ class PageTable:
         self.blocks.extend([None] * more)
         self.address, self.format, self.fill, self.owners, self.size, self.seen = grown
 
+    def rows_with(self, pages: Iterable[int]) -> int:
+        """How many rows there must be for these ids to be added."""
+        new = list(pages)
+        if isinstance(self.ids, SparseIds):
+            return len(self.ids) + len(new)
+        return max(new, default=-1) + 1
+
     def add(self, pages: Sequence[NewPage]) -> None:
         """Enter pages whose ids have none."""
-        top = max((new.page for new in pages), default=-1) + 1
-        self.make_room(len(self.ids) + len(pages) if isinstance(self.ids, SparseIds) else top)
+        self.make_room(self.rows_with(new.page for new in pages))
         for new in pages:
             row = self.ids.place(new.page)
             self._put(row, new.block, new.format)
@@ -217,6 +223,7 @@ class PageTable:
         old = self.blocks[row]
         assert old is not None
         self.nbytes -= old.nbytes
+        self._hide(row)
         self._put(row, block, format)
         return old
 
@@ -229,7 +236,7 @@ class PageTable:
         self.blocks[row] = None
         self.address[row], self.format[row], self.size[row] = 0, -1, 0
         self.fill[row] = self.owners[row] = 0
-        self.seen[row] = False
+        self._hide(row)
         self.nbytes -= block.nbytes
         self.version += 1
         return block
@@ -237,18 +244,24 @@ class PageTable:
     def _put(self, row: int, block: Array, format: int) -> None:
         self.blocks[row] = block
         self.address[row], self.size[row] = address(block), block.nbytes
-        self.format[row], self.seen[row] = format, False
+        self.format[row] = format
         self.nbytes += block.nbytes
         self.version += 1
 
-    def reaches(self, start: int, stop: int) -> int | None:
-        """A page that has bytes from ``start`` to before ``stop`` and that somebody has seen."""
-        for row in np.flatnonzero(self.seen).tolist():
-            first = int(self.address[row])
-            if max(start, first) < min(stop, first + int(self.size[row])):
-                return next(page for page in self.ids.ids() if self.ids.row(page) == row)
-        return None
+    def show(self, row: int) -> None:
+        """Somebody gets a view of a page."""
+        if not self.seen[row]:
+            self.seen[row] = True
+            self.views += 1
 
-    def rows_of(self, pages: Iterable[int]) -> list[int]:
-        """The row of each of these pages, or ``NOWHERE``."""
-        return [self.ids.row(page) for page in pages]
+    def _hide(self, row: int) -> None:
+        """The row has no bytes that somebody has seen."""
+        if self.seen[row]:
+            self.seen[row] = False
+            self.views -= 1
+
+    def reaches(self, start: int, stop: int) -> bool:
+        """Whether somebody may see bytes from ``start`` to before ``stop`` as part of a page."""
+        first = self.address[self.seen]
+        last = first + self.size[self.seen]
+        return bool(np.any(np.maximum(first, start) < np.minimum(last, stop)))

@@ -16,8 +16,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from onnx_inplace.compiler import errors
+from onnx_inplace.compiler.contract import Access
 from onnx_inplace.compiler.formats import PageFormat
 from onnx_inplace.runner import page_memory
+from onnx_inplace.runner.attend import KINDS
 from onnx_inplace.runner.page import Page, Snapshot
 from onnx_inplace.runner.page_codec import Codec
 from onnx_inplace.runner.page_store import PageStore
@@ -73,7 +75,8 @@ class PagedCache:
         codec = Codec(self.dims, self.allowed)
         self.store = PageStore(name, self.elem_type, codec, sparse_ids, budget, memory)
         self._lock = threading.RLock()
-        self._running: str | None = None
+        self._runs: list[str] = []
+        self._access = Access.READ_ONLY
 
     # -- what is there
 
@@ -81,6 +84,16 @@ class PagedCache:
     def name(self) -> str:
         """What errors call it."""
         return self.store.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``dims``: what a model declares of a paged input."""
+        return self.dims
+
+    @property
+    def formats(self) -> tuple[PageFormat, ...]:
+        """All that pages may be stored as."""
+        return tuple(self.store.codec.formats)
 
     @property
     def page_size(self) -> int:
@@ -91,6 +104,11 @@ class PagedCache:
     def nbytes(self) -> int:
         """Bytes of all pages, scales included."""
         return self.store.table.nbytes
+
+    @property
+    def clipped(self) -> int:
+        """Numbers, of all that were written or converted, that did not fit the format they got."""
+        return self.store.clipped
 
     @property
     def budget(self) -> int | None:
@@ -160,14 +178,15 @@ class PagedCache:
         with self._quiet("grown"):
             page = operator.index(page)
             self.store.refuse_new(page)
-            self.store.add([page], self.store.format(format))
+            self.store.add([(page, self.store.format(format))])
         return page
 
     def allocate_pages(self, count: int, format: str | PageFormat) -> list[int]:
         """Make several pages of zeros, all or none. See ``allocate_page``."""
         with self._quiet("grown"):
             pages = self.store.free_ids(count)
-            self.store.add(pages, self.store.format(format))
+            index = self.store.format(format)
+            self.store.add([(page, index) for page in pages])
         return pages
 
     def free(self, page: int) -> None:
@@ -212,12 +231,29 @@ class PagedCache:
             owners[row] -= 1
             return False
 
-    def copy_page(self, page: int, to: int | None = None) -> int:
+    def truncate(self, page: int, fill: int) -> None:
+        """Forget the tokens of a page from ``fill`` on: they are not read, and written as new ones.
+
+        No byte is touched. A page that has fewer tokens stays as it is.
+
+        Raises:
+            errors.PageError: there is no such page, or it has several owners.
+            errors.CapacityError: no page has so few tokens.
+        """
+        with self._quiet("truncated"):
+            row, fill = self.store.row(page), operator.index(fill)
+            if fill < 0:
+                raise errors.CapacityError(self.name, 0, fill, self.page_size)
+            self.store.refuse_shared(page, row, "write a copy (copy_page)")
+            self.store.table.fill[row] = min(fill, self.store.table.fill[row])
+
+    def copy_page(self, page: int, to: int | None = None, *, fill: int | None = None) -> int:
         """Copy a page into a new one with one owner. The old one keeps its owners.
 
         Args:
             page: what is copied: bytes, format, fill.
             to: id of the new page; None: the smallest that is free.
+            fill: most tokens of the new page that count; None: all.
 
         Returns:
             The id of the new page.
@@ -233,7 +269,7 @@ class PagedCache:
                 (to,) = self.store.free_ids(1)
             else:
                 self.store.refuse_new(to := operator.index(to))
-            self.store.copy(row, to)
+            self.store.copy(row, to, self.page_size if fill is None else fill)
         return to
 
     def convert(self, page: int, format: str | PageFormat) -> None:
@@ -247,7 +283,7 @@ class PagedCache:
             MemoryError: the system has none. The cache is as it was.
         """
         with self._quiet("converted"):
-            self.store.convert(self.store.row(page), self.store.format(format))
+            self.store.convert([self.store.row(page)], self.store.format(format))
 
     def write(self, page: int, values: Array, position: int) -> None:
         """Write tokens into a page, as ``PagedCacheUpdate`` does with a scalar page id.
@@ -266,7 +302,8 @@ class PagedCache:
         with self._quiet("written"):
             self.store.codec.check_values(self.name, values)
             row = self.store.check_write(page, operator.index(position), values.shape[2])
-            self.store.write(row, values, position)
+            rows, start = np.array([[row]], np.int64), np.array([position], np.int64)
+            self.store.write(rows, np.ascontiguousarray(values)[:, None], start)
 
     def trim(self) -> int:
         """Give memory of freed pages back to the system, of all caches that share it.
@@ -283,39 +320,50 @@ class PagedCache:
         with self._quiet("read"):
             row = self.store.row(page)
             view: Array = self.store.block(row).view()
-            self.store.table.seen[row] = True
+            self.store.table.show(row)
         view.flags.writeable = False
         return view
 
     def decode(self, page: int, dtype: Any = None) -> Array:
         """See ``Page.decode``."""
+        wanted = self.elem_type if dtype is None else np.dtype(dtype)
+        kind = wanted if wanted in KINDS else np.dtype(np.float32)
         with self._quiet("read"):
             row = self.store.row(page)
-            found = self.store.codec.decode(
-                self.store.block(row), int(self.store.table.format[row])
-            )
-        return found.astype(self.elem_type if dtype is None else dtype, copy=False)
+            format = int(self.store.table.format[row])
+            found = self.store.codec.decode(self.store.block(row), format, kind)
+        return found.astype(wanted, copy=False)
 
     # -- for a run
 
-    @contextlib.contextmanager
-    def running(self, holder: str) -> Iterator[None]:
-        """A run: until it ends, the owner's methods raise BindingInUse."""
+    def begin(self, holder: str, access: Access) -> None:
+        """A run begins: until its end the owner's methods raise BindingInUse.
+
+        Raises:
+            errors.BindingInUse: another run writes it, or this one wants to and another reads it.
+        """
         with self._lock:
-            self._running = holder
-        try:
-            yield
-        finally:
-            self._running = None
+            if self._runs and Access.READ_WRITE in (access, self._access):
+                raise self._in_use("used by two runs")
+            self._runs.append(holder)
+            self._access = access
+
+    def end(self, holder: str) -> None:
+        """A run has ended."""
+        with self._lock:
+            self._runs.remove(holder)
+
+    def _in_use(self, what: str) -> errors.BindingInUse:
+        return errors.BindingInUse(
+            f"`{self.name}` cannot be {what} while `{self._runs[0]}` runs on it.",
+            self.name,
+            self._runs[0],
+        )
 
     @contextlib.contextmanager
     def _quiet(self, what: str) -> Iterator[None]:
         """No run is going on, and no other thread changes the table."""
         with self._lock:
-            if self._running is not None:
-                raise errors.BindingInUse(
-                    f"`{self.name}` cannot be {what} while `{self._running}` runs on it.",
-                    self.name,
-                    self._running,
-                )
+            if self._runs:
+                raise self._in_use(what)
             yield

@@ -14,6 +14,7 @@ from onnx_inplace.runner import (
     operators,
     operators_attention,
     operators_gqa,
+    operators_pages,
     operators_scatter,
 )
 from onnx_inplace.runner.actions import Action, Factory, Settings
@@ -24,6 +25,9 @@ _factories: dict[tuple[str, str], Factory] = {
     ("onnx_inplace", "Assign"): operators.assign,
     ("onnx_inplace", "CacheReorder"): operators.cache_reorder,
     ("onnx_inplace", "Copy"): operators.copy,
+    ("onnx_inplace", "PagedCacheUpdate"): operators_pages.paged_cache_update,
+    ("onnx_inplace", "PagedCacheConvert"): operators_pages.paged_cache_convert,
+    ("onnx_inplace", "PageGather"): operators_pages.page_gather,
     ("", "TensorScatter"): operators.tensor_scatter,
     ("", "ScatterND"): operators_scatter.scatter_nd,
     ("", "ScatterElements"): operators_scatter.scatter_elements,

@@ -12,14 +12,15 @@ import operator
 import sys
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import onnx_ir as ir
 
 from onnx_inplace.compiler import errors, loader, planner, positions
-from onnx_inplace.runner import binding, checks, execute, inputs, outputs, storage
+from onnx_inplace.runner import binding, checks, execute, inputs, outputs, page_checks, storage
 from onnx_inplace.runner.actions import Settings
+from onnx_inplace.runner.page_port import PagedPort
 from onnx_inplace.runner.storage import Array, Interval
 
 Source = loader.Source
@@ -61,7 +62,7 @@ class Session:
         self.checks = positions.build(loaded)
         graph, mutable = loaded.model.graph, set(self.plan.mutable)
         ports = [
-            (i.slot, inputs.Port.of(value))
+            (i.slot, PagedPort.of(value))
             for i, value in zip(self.plan.inputs, graph.inputs, strict=True)
         ]
         self.mutable_inputs = tuple(port for _, port in ports if port.name in mutable)
@@ -69,26 +70,29 @@ class Session:
         self.inputs = tuple(port for _, port in self.feeds)
         self.feed_names = frozenset(port.name for port in self.inputs)
         self.ports_by_name = {port.name: port for port in self.mutable_inputs}
+        self.paged = any(isinstance(port, PagedPort) for _, port in ports)
         self.results = tuple((o.name, o.slot, o.root) for o in self.plan.outputs)
         self.outputs = tuple(
-            inputs.Port.of(value) if root is None else self.ports_by_name[root]
+            PagedPort.of(value) if root is None else self.ports_by_name[root]
             for value, (_, _, root) in zip(graph.outputs, self.results, strict=True)
         )
         self.outputs_type = outputs.outputs_type([name for name, _, _ in self.results])
         self._slot_of = {port.name: slot for slot, port in ports}
         self._engine = execute.Engine(self.plan, Settings(threads=threads))
         self.prechecks = checks.Prechecks(self.checks, self._slot_of)
+        self.page_checks = page_checks.Checker(self.checks.pages, self._slot_of)
         self._kept = _disjoint(storage.interval(a) for a in self._engine.constants.values())
         weights = _weights_in_memory(graph)
         if weights:
             weakref.finalize(self, storage.leases.give_back, storage.leases.lend(weights))
 
-    def allocate(self, name: str, /, **dims: int) -> Array:
-        """Zeroed storage for a mutable input, aligned to 64 bytes.
+    def allocate(self, name: str, /, **dims: int | None) -> Any:
+        """Storage for a mutable input: a zeroed array aligned to 64 bytes, or a ``PagedCache``.
 
         Args:
             name: a mutable input; a member of a group is called ``caches.0``.
-            **dims: a size for each named dimension of it.
+            **dims: a size for each named dimension of it. A paged input also takes ``budget``: most
+                bytes of all its pages; without it, what the memory holds.
 
         Raises:
             errors.BindingError: no such mutable input; a size is missing, unknown or no size.
@@ -104,6 +108,9 @@ class Session:
             raise errors.BindingError(
                 f"{port} has dimensions without a name: make the array yourself.", name
             )
+        budget = None
+        if isinstance(port, PagedPort) and "budget" not in port.dims:
+            budget = dims.pop("budget", None)
         for word, wrong in (
             ("missing", [d for d in port.dims if d not in dims]),
             ("unknown", [d for d in dims if d not in port.dims]),
@@ -111,6 +118,8 @@ class Session:
             if wrong:
                 raise errors.BindingError(f"{port}: {word} sizes: {', '.join(wrong)}.", wrong[0])
         shape = tuple(_size(port, d, d if isinstance(d, int) else dims[str(d)]) for d in port.shape)
+        if isinstance(port, PagedPort):
+            return port.allocate(shape, None if budget is None else _size(port, "budget", budget))
         if math.prod(shape) * port.dtype.itemsize > sys.maxsize:
             raise errors.BindingError(f"{port}: no memory has room for {shape}.", name)
         return storage.zeros(shape, port.dtype)
@@ -119,16 +128,16 @@ class Session:
         """Lend arrays to the session, which then may write them. The lease begins here.
 
         Args:
-            **arrays: one array per mutable input; a group of parameters takes a sequence, mapping
-                or dataclass.
+            **arrays: one array, or paged cache, per mutable input; a group of parameters takes a
+                sequence, mapping or dataclass.
 
         Raises:
             errors.BindingError: an argument is missing or unknown.
             errors.ImmutableStorage: an array is read-only.
             errors.StorageMismatch: no array; byte order, type, shape or layout differ from the
-                declaration.
+                declaration; a paged cache has other pages, ids or formats.
             errors.SharedStorage: two arrays overlap, or one overlaps a weight of a session.
-            errors.BindingInUse: bytes of an array are lent already.
+            errors.BindingInUse: bytes of an array, or a paged cache, are lent already.
         """
         return binding.Binding(self, arrays)
 
@@ -165,7 +174,7 @@ class Session:
 
     # What follows serves Binding.
 
-    def open(self, arrays: Mapping[str, Array]) -> execute.Execution:
+    def open(self, arrays: Mapping[str, Any]) -> execute.Execution:
         """The executable plan of one binding."""
         return self._engine.open(arrays)
 

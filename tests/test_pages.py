@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from onnx_inplace.compiler import errors, formats
+from onnx_inplace.compiler.contract import Access
 from onnx_inplace.runner import page_memory
 from onnx_inplace.runner.page_memory import PageMemory
 from onnx_inplace.runner.pages import PagedCache
@@ -441,23 +442,37 @@ def test_snapshots_compare_values_not_places(memory: PageMemory) -> None:
     assert first.snapshot() != second.snapshot()
 
 
-def test_the_owner_waits_for_the_end_of_a_run(cache: PagedCache) -> None:
+@pytest.mark.parametrize("access", Access)
+def test_the_owner_waits_for_the_end_of_a_run(cache: PagedCache, access: Access) -> None:
     filled(cache, "FLOAT16", "FLOAT16")
-    with cache.running("step"):
-        for use in (
-            lambda: cache.convert(0, "FP8_E4M3"),
-            lambda: cache.free(0),
-            lambda: cache.page(0).decode(),
-            lambda: cache.page(0).raw,
-            lambda: cache.write(0, tokens(1), 0),
-            lambda: cache.allocate_page("FLOAT16"),
-            cache.snapshot,
-            cache.clear,
-        ):
-            with pytest.raises(errors.BindingInUse) as caught:
-                use()
-            assert caught.value.holder == "step"
+    cache.begin("step", access)
+    for use in (
+        lambda: cache.convert(0, "FP8_E4M3"),
+        lambda: cache.free(0),
+        lambda: cache.page(0).decode(),
+        lambda: cache.page(0).raw,
+        lambda: cache.write(0, tokens(1), 0),
+        lambda: cache.allocate_page("FLOAT16"),
+        cache.snapshot,
+        cache.clear,
+    ):
+        with pytest.raises(errors.BindingInUse) as caught:
+            use()
+        assert caught.value.holder == "step"
+    cache.end("step")
     cache.convert(0, "FP8_E4M3")
+
+
+def test_runs_that_read_go_together_a_run_that_writes_goes_alone(cache: PagedCache) -> None:
+    cache.begin("first", Access.READ_ONLY)
+    cache.begin("second", Access.READ_ONLY)
+    cache.end("first")
+    with pytest.raises(errors.BindingInUse):
+        cache.begin("writer", Access.READ_WRITE)
+    cache.end("second")
+    cache.begin("writer", Access.READ_WRITE)
+    with pytest.raises(errors.BindingInUse):
+        cache.begin("reader", Access.READ_ONLY)
 
 
 def test_many_threads_get_different_pages(cache: PagedCache) -> None:

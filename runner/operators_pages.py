@@ -1,0 +1,134 @@
+"""Kernel steps on paged caches: PagedCacheUpdate, PagedCacheConvert, PageGather.
+
+Each step judges its pages before it writes, also where the checks before the run have seen them,
+and takes the memory of all pages that it will make first: a step writes all or nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from onnx_inplace.compiler import errors, steps
+from onnx_inplace.numba_kernels import pages
+from onnx_inplace.runner.actions import Action, Array, Settings, Slots, result, reusable
+from onnx_inplace.runner.attend import KINDS
+from onnx_inplace.runner.page_pieces import Outlook, pieces
+from onnx_inplace.runner.page_store import PageStore
+
+
+def paged_cache_update(step: steps.Kernel, settings: Settings) -> Action:
+    """``PagedCacheUpdate(cache, page_id, values, position)``: quantizes tokens into their pages."""
+    cache_slot, ids_slot, values_slot, position_slot = _slots(step, 4)
+    (output,) = _outputs(step)
+    wanted: str | None = step.attributes.get("quantized_type")
+    pages.write.ready()
+
+    def act(slots: Slots) -> None:
+        cache, ids, values = slots[cache_slot], slots[ids_slot], slots[values_slot]
+        store: PageStore = cache.store
+        positions = slots[position_slot]
+        batch = check_values(store, ids, values)
+        touched = pieces(store.name, ids, positions, values.shape[-2], store.page_size)
+        outlook = Outlook(store)
+        outlook.update(touched, created_format(store, wanted))
+        if outlook.created:
+            store.add(outlook.created)
+        if touched and values.size:
+            write(store, ids, values, positions, batch)
+        slots[output] = cache
+
+    return act
+
+
+def write(store: PageStore, ids: Array, values: Array, positions: Array, batch: int) -> None:
+    """Write tokens into pages that are there."""
+    tables = np.ascontiguousarray(ids.reshape(batch, -1), dtype=np.int64)
+    starts = np.ascontiguousarray(np.broadcast_to(positions.reshape(-1), (batch,)), np.int64)
+    if values.strides[-1] != values.itemsize:
+        values = np.ascontiguousarray(values)
+    store.write(store.table.ids.rows(tables), values if ids.ndim == 2 else values[:, None], starts)
+
+
+def created_format(store: PageStore, wanted: str | None) -> int | None:
+    """Index of the format of pages that an update makes; None: it makes none.
+
+    Without ``quantized_type`` it is the only one that the cache allows.
+    """
+    if wanted is not None:
+        return store.format(wanted)
+    return 0 if len(store.codec.formats) == 1 else None
+
+
+def check_values(store: PageStore, ids: Array, values: Array) -> int:
+    """Number of sequences that values are of.
+
+    Raises:
+        errors.StorageMismatch: the values are no tokens of the pages, or not of these sequences.
+    """
+    two, heads, _, size = store.codec.dims
+    batch = ids.shape[0] if ids.ndim == 2 else 1
+    middle = (batch,) if ids.ndim == 2 else ()
+    expected = (two, *middle, heads, values.shape[-2] if values.ndim > 1 else 0, size)
+    if values.shape != expected or values.dtype not in KINDS or ids.ndim > 2:
+        raise errors.StorageMismatch(
+            f"`{store.name}`: values {values.dtype}{list(values.shape)} for page ids "
+            f"{list(ids.shape)} and pages {list(store.codec.dims)}",
+            store.name,
+            expected,
+            values.shape,
+        )
+    return batch
+
+
+def paged_cache_convert(step: steps.Kernel, settings: Settings) -> Action:
+    """``PagedCacheConvert(cache, page_id)``: pages get another format."""
+    cache_slot, ids_slot = _slots(step, 2)
+    (output,) = _outputs(step)
+    wanted: str = step.attributes["quantized_type"]
+    pages.convert.ready()
+
+    def act(slots: Slots) -> None:
+        cache = slots[cache_slot]
+        store: PageStore = cache.store
+        format, ids = store.format(wanted), slots[ids_slot].reshape(-1).tolist()
+        Outlook(store).convert(ids, format)
+        store.convert([store.row(page) for page in ids], format)
+        slots[output] = cache
+
+    return act
+
+
+def page_gather(step: steps.Kernel, settings: Settings) -> Action:
+    """``PageGather(cache, page_ids)``: pages decoded into one tensor, one after the other."""
+    cache_slot, ids_slot = _slots(step, 2)
+    (output,) = _outputs(step)
+    reuse = reusable(step, output)
+    pages.read.ready()
+
+    def act(slots: Slots) -> None:
+        store: PageStore = slots[cache_slot].store
+        ids = slots[ids_slot]
+        two, heads, page_size, size = store.codec.dims
+        rows = [store.row(page) for page in ids.reshape(-1).tolist()]
+        batch, count = ids.shape[:-1], ids.shape[-1] if ids.ndim else 1
+        shape = (two, *batch, heads, count * page_size, size)
+        target = result(slots, output, reuse, shape, store.elem_type)
+        whole = target.reshape(two, -1, heads, count * page_size, size)
+        for k, row in enumerate(rows):
+            first = k % count * page_size
+            part = whole[:, k // count, :, first : first + page_size]
+            store.codec.read(store.block(row), int(store.table.format[row]), page_size, part)
+        slots[output] = target
+
+    return act
+
+
+def _slots(step: steps.Kernel, count: int) -> list[int]:
+    found = [slot for slot in step.inputs[:count] if slot is not None]
+    if len(found) != count:
+        raise errors.UnsupportedOperator(step.domain, step.op_type, f"{count} inputs are needed")
+    return found
+
+
+def _outputs(step: steps.Kernel) -> list[int]:
+    return [slot for slot in step.outputs[:1] if slot is not None]

@@ -1,0 +1,212 @@
+"""Plays what a run will do against the page tables, before its first write.
+
+What ``compiler.page_checks`` says about accesses to pages becomes numbers; ``page_pieces.Outlook``
+judges them in the order in which they will happen. When all of them can happen, the memory of every
+page that will be made is taken, so that the run does not fail for want of it half-way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from onnx_inplace.compiler import errors, page_checks, page_log, sizes
+from onnx_inplace.compiler.page_checks import Mode, PageAccess
+from onnx_inplace.runner.checks import load
+from onnx_inplace.runner.page_pieces import Outlook, Piece, attended, pieces
+from onnx_inplace.runner.page_store import PageStore
+from onnx_inplace.runner.storage import Array
+
+Slots = list[Any]
+Check = Callable[[Slots], None]
+
+
+class Entry(NamedTuple):
+    """One access of the log, in numbers.
+
+    Attributes:
+        access: what it does.
+        length: tokens that are written, or that look back.
+        ids: () a page; (blocks,); (rows, blocks).
+        positions: (1,) or (rows,): first tokens; lengths, of READ.
+    """
+
+    access: PageAccess
+    length: int
+    ids: Array
+    positions: Array
+
+
+Entries = Callable[[Slots], Iterator[Entry]]
+_NONE = np.zeros(1, np.int64)
+_LOG = 1024  # numbers; a longer log is made again
+
+
+class Checker:
+    """What a session's runs do to page tables. Used by all of its bindings, in any thread."""
+
+    def __init__(self, checks: page_checks.PageChecks | None, slot_of: Mapping[str, int]):
+        """``slot_of`` says where a run holds the inputs of the graph."""
+        self._checks, self._slot_of = checks, slot_of
+        self._session = None
+        self._log = _LOG
+        if checks is not None and checks.trace is not None:
+            self._session = load(checks.trace.model)
+
+    def prepare(self, dims: Mapping[str, int]) -> tuple[Check, ...]:
+        """The check of a run with these dimensions; none for a model without pages."""
+        if self._checks is None:
+            return ()
+        trace = self._checks.trace
+        entries = self._listed(dims) if trace is None else self._traced(trace, dims)
+        slot_of = {a.root: self._slot_of[a.root] for a in self._checks.accesses}
+
+        def check(slots: Slots) -> None:
+            play(entries(slots), {root: slots[slot].store for root, slot in slot_of.items()})
+
+        return (check,)
+
+    def _listed(self, dims: Mapping[str, int]) -> Entries:
+        """Entries that are read off inputs."""
+        assert self._checks is not None
+        table = []
+        for access in _certain(self._checks.accesses):
+            numbers = [
+                sizes.evaluate(size or 0, dims)
+                for size in (access.length, access.rows, access.blocks)
+            ]
+            shape = tuple(numbers[3 - access.rank :]) if access.rank else ()
+            table.append((access, numbers[0], shape, access.ids, access.positions))
+
+        def numbers_of(operand: page_checks.Operand | None, slots: Slots) -> Array:
+            if operand is None:
+                return _NONE
+            if operand.input is None:
+                return np.array(sizes.numbers(operand.numbers, dims), np.int64)
+            given: Array = slots[self._slot_of[operand.input]]
+            offset = sizes.evaluate(operand.offset, dims)
+            return given + offset if offset else given
+
+        def entries(slots: Slots) -> Iterator[Entry]:
+            for access, length, shape, ids, positions in table:
+                tables = numbers_of(ids, slots)
+                if tables.shape != shape:
+                    tables = tables.reshape(shape)
+                yield Entry(access, length, tables, numbers_of(positions, slots))
+
+        return entries
+
+    def _traced(self, trace: page_checks.Trace, dims: Mapping[str, int]) -> Entries:
+        """Entries of a log that a model writes."""
+        vectors = {
+            name: np.asarray(sizes.numbers(vector, dims), np.int64) for name, vector in trace.sizes
+        }
+        inputs = [(name, self._slot_of[name]) for name in trace.inputs]
+        assert self._session is not None
+        names = [self._session.get_outputs()[0].name]
+        run = self._session._sess.run  # as in ``checks``
+
+        def entries(slots: Slots) -> Iterator[Entry]:
+            feeds = {**vectors, **{name: slots[slot] for name, slot in inputs}}
+            while True:
+                feeds[trace.log] = np.zeros(self._log, np.int64)
+                try:
+                    log = run(names, feeds, None)[0]
+                except Exception as error:
+                    raise errors.OperatorError(f"page ids cannot be computed: {error}") from None
+                if log[0] < len(log):
+                    return self._read(log)
+                self._log = 2 * int(log[0])
+
+        return entries
+
+    def _read(self, log: Array) -> Iterator[Entry]:
+        """The entries of a log, see ``compiler.page_log``, up to what is not known of a cache."""
+        assert self._checks is not None
+        lost: set[str] = set()
+        at, end = 1, 1 + int(log[0])
+        while at < end:
+            number, length, rows, blocks = log[at : at + page_log.HEADER].tolist()
+            at += page_log.HEADER
+            access = self._checks.accesses[number if number >= 0 else -1 - number]
+            positions, ids = log[at : at + rows], log[at + rows : at + rows + rows * blocks]
+            at += rows + rows * blocks
+            if number < 0:
+                lost.add(access.root)
+            elif access.root not in lost:
+                shape = ((), (blocks,), (rows, blocks))[access.rank]
+                yield Entry(access, length, ids.reshape(shape), positions)
+
+
+def _certain(accesses: Iterable[PageAccess]) -> Iterator[PageAccess]:
+    """Accesses up to the first, of each cache, that is not known before the run."""
+    lost: set[str] = set()
+    for access in accesses:
+        if access.late is not None:
+            lost.add(access.root)
+        elif access.root not in lost:
+            yield access
+
+
+_Memo = dict[object, tuple[Array, list[Piece]]]
+"""Pieces by what they follow from; the array of page ids is kept, so that its id stays its own."""
+
+
+def play(entries: Iterator[Entry], stores: Mapping[str, PageStore]) -> None:
+    """Judge all entries, then reserve the memory of pages that will be made.
+
+    Raises:
+        errors.PageError, errors.CapacityError, errors.PageBudget: an entry cannot happen.
+        MemoryError: pages that will be made find no room. In either case nothing has changed.
+    """
+    outlooks = {root: Outlook(store) for root, store in stores.items()}
+    memo: _Memo = {}
+    for entry in entries:
+        root = entry.access.root
+        _judge(entry, stores[root], outlooks[root], memo)
+    reserved: list[PageStore] = []
+    try:
+        for root, outlook in outlooks.items():
+            if outlook.created:
+                stores[root].reserve(outlook.created)
+                reserved.append(stores[root])
+    except BaseException:
+        for store in reserved:
+            store.release()
+        raise
+
+
+def _judge(entry: Entry, store: PageStore, outlook: Outlook, memo: _Memo) -> None:
+    access = entry.access
+    match access.mode:
+        case Mode.WRITE:
+            outlook.update(_touched(entry, store, memo), created_format(store, access))
+        case Mode.READ:
+            outlook.read(_touched(entry, store, memo))
+        case Mode.CONVERT:
+            assert access.quantized_type is not None
+            format = store.format(access.quantized_type)
+            outlook.convert(entry.ids.reshape(-1).tolist(), format)
+        case Mode.GATHER:
+            outlook.gather(entry.ids.reshape(-1).tolist())
+
+
+def created_format(store: PageStore, access: PageAccess) -> int | None:
+    """Index of the format of pages that an update makes; None: it makes none."""
+    return None if access.quantized_type is None else store.format(access.quantized_type)
+
+
+def _touched(entry: Entry, store: PageStore, memo: _Memo) -> list[Piece]:
+    """What an update or an attention touches. Layers of a model touch the same of their caches."""
+    access, length, ids, positions = entry
+    key = access.mode, id(ids), positions.tobytes(), length, store.page_size, access.left
+    found = memo.get(key)
+    if found is None:
+        if access.mode is Mode.READ:
+            touched = attended(store, ids, positions, length, access.left)
+        else:
+            touched = pieces(store.name, ids, positions, length, store.page_size)
+        found = memo[key] = ids, touched
+    return found[1]
