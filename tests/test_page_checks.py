@@ -61,7 +61,7 @@ def test_a_straight_program_is_a_list():
     )
     assert (write.ids, write.positions) == (Operand("table"), Operand("position"))
     assert (write.length, write.rows, write.blocks) == ("n", 1, "blocks")
-    assert (read.mode, read.positions, read.length) == (Mode.READ, Operand("position", 1), 0)
+    assert (read.mode, read.positions, read.length) == (Mode.READ, Operand("position", 1), "n")
 
 
 def test_numbers_of_the_model_need_no_input():
