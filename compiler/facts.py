@@ -8,17 +8,19 @@ follows, are read and written here too, as JSON.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import enum
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import onnx
 import onnx_ir as ir
 
-from onnx_inplace.compiler import alias, schema
+from onnx_inplace.compiler import alias, formats, page_declarations, schema
 from onnx_inplace.compiler.contract import Access
+from onnx_inplace.compiler.page_declarations import PageDeclaration
 
 CONTRACT = "onnx_inplace.contract"  # metadata key of the declarations, as JSON
 SOURCE = "onnx_inplace.source"  # metadata key of a node: "file.py:line"
@@ -278,10 +280,12 @@ class FunctionDeclaration:
     Attributes:
         access: of each parameter.
         alias: {result: parameter}, by port.
+        pages: of parameters that are paged caches, by port.
     """
 
     access: tuple[str, ...]
     alias: Mapping[int, int]
+    pages: Mapping[int, PageDeclaration] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -292,24 +296,35 @@ class Declarations:
         inputs: access of every graph input.
         outputs: root of every graph output that has one.
         functions: by scope. Functional bodies of cache operators declare nothing and are left out.
+        pages: of graph inputs that are paged caches.
+        formats: page formats that are none of this version's: the QuantizationProto, in base64.
     """
 
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
     functions: Mapping[str, FunctionDeclaration]
+    pages: Mapping[str, PageDeclaration] = dataclasses.field(default_factory=dict)
+    formats: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> str:
         """The canonical form: keys sorted, no spaces."""
-        functions = {
+        functions: dict[str, dict[str, Any]] = {
             scope: {"access": list(f.access), "alias": {str(o): i for o, i in f.alias.items()}}
             for scope, f in self.functions.items()
         }
-        content = {
+        for scope, f in self.functions.items():
+            if f.pages:
+                functions[scope]["pages"] = {str(k): p.to_json() for k, p in f.pages.items()}
+        content: dict[str, Any] = {
             "version": VERSION,
             "inputs": dict(self.inputs),
             "outputs": dict(self.outputs),
             "functions": functions,
         }
+        if self.pages:
+            content["pages"] = {name: p.to_json() for name, p in self.pages.items()}
+        if self.formats:
+            content["formats"] = dict(self.formats)
         return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
     @classmethod
@@ -322,16 +337,26 @@ class Declarations:
         content = json.loads(text)
         if not isinstance(content, dict) or content.get("version") != VERSION:
             raise ValueError(f"version {VERSION} of the contract is read here")
-        if set(content) != {"version", "inputs", "outputs", "functions"}:
+        keys = {"version", "inputs", "outputs", "functions"}
+        if not keys <= set(content) <= keys | {"pages", "formats"}:
             raise ValueError(f"keys {sorted(content)}")
         try:
             functions = {
                 scope: FunctionDeclaration(
-                    tuple(f["access"]), {int(o): int(i) for o, i in f["alias"].items()}
+                    tuple(f["access"]),
+                    {int(o): int(i) for o, i in f["alias"].items()},
+                    {int(k): PageDeclaration.from_json(p) for k, p in f.get("pages", {}).items()},
                 )
                 for scope, f in content["functions"].items()
             }
-            found = cls(dict(content["inputs"]), dict(content["outputs"]), functions)
+            pages = content.get("pages", {})
+            found = cls(
+                dict(content["inputs"]),
+                dict(content["outputs"]),
+                functions,
+                {name: PageDeclaration.from_json(p) for name, p in pages.items()},
+                dict(content.get("formats", {})),
+            )
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from None
         names = {access.name for access in Access}
@@ -358,8 +383,29 @@ def declarations(model: Any, has_contract: Iterable[str]) -> Declarations:
         scope = function_scope(function)
         if scope in scopes:
             access = {v.name: names[v.access] for v in function.value_info}
+            infos = {v.name: v for v in function.value_info}
             functions[scope] = FunctionDeclaration(
                 tuple(access.get(name, Access.READ_ONLY.name) for name in function.input),
                 {a.output_index: a.input_index for a in function.output_alias},
+                _pages((k, infos.get(name)) for k, name in enumerate(function.input)),
             )
-    return Declarations(inputs, outputs, functions)
+    pages = _pages((v.name, v) for v in model.graph.input)
+    own = {
+        q.name: base64.b64encode(q.SerializeToString(deterministic=True)).decode()
+        for q in model.quantizations
+        if q.name not in formats.BUILTIN
+    }
+    return Declarations(inputs, outputs, functions, pages, own)
+
+
+K = TypeVar("K", int, str)
+
+
+def _pages(infos: Iterable[tuple[K, Any]]) -> dict[K, PageDeclaration]:
+    """Declarations of the paged caches among some values."""
+    found = {}
+    for key, info in infos:
+        declared = None if info is None else page_declarations.read(info.type)
+        if declared is not None:
+            found[key] = declared
+    return found

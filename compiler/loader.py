@@ -167,6 +167,8 @@ def _lost_declarations(proto: Any) -> list[Finding]:
     findings = [
         *_compare("graph input", promised.inputs, found.inputs),
         *_compare("graph output", promised.outputs, found.outputs),
+        *_compare("pages of graph input", promised.pages, found.pages),
+        *_compare("page format", promised.formats, found.formats),
     ]
     names = {facts.function_scope(f): (f.input, f.output) for f in derivation.own_functions(proto)}
     for scope in sorted({*promised.functions, *names}):
@@ -179,8 +181,10 @@ def _lost_declarations(proto: Any) -> list[Finding]:
         for declaration in (promised.functions[scope], found.functions[scope]):
             access = {_at(inputs, k): a for k, a in enumerate(declaration.access)}
             roots = {_at(outputs, o): _at(inputs, i) for o, i in declaration.alias.items()}
-            sides.append((access, roots))
-        (said_access, said_roots), (access, roots) = sides
+            pages = {_at(inputs, k): p for k, p in declaration.pages.items()}
+            sides.append((access, roots, pages))
+        (said_access, said_roots, said_pages), (access, roots, pages) = sides
+        findings += _compare(f"function {scope}, pages of parameter", said_pages, pages)
         findings += _compare(f"function {scope}, parameter", said_access, access)
         findings += _compare(f"function {scope}, result", said_roots, roots)
     return findings
@@ -190,7 +194,9 @@ def _at(names: Sequence[str], index: int) -> str:
     return names[index] if index < len(names) else f"number {index}"
 
 
-def _compare(what: str, promised: Mapping[str, str], found: Mapping[str, str]) -> Iterator[Finding]:
+def _compare(
+    what: str, promised: Mapping[str, object], found: Mapping[str, object]
+) -> Iterator[Finding]:
     for name in sorted({*promised, *found}):
         said, stands = promised.get(name), found.get(name)
         if said != stands:

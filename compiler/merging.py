@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnx_inplace.compiler.classes import Link, Summary
 from onnx_inplace.compiler.contract import DOMAIN, Access
 from onnx_inplace.compiler.diagnosis import called
-from onnx_inplace.compiler.paged_types import is_paged
+from onnx_inplace.compiler.paged_types import is_carrier, is_paged
 
 Dimension = int | ir.SymbolicDim
 SAME = "Give both the same element type and shape."
@@ -253,7 +253,10 @@ def _axis(node: ir.Node, name: str, default: int, rank: int) -> int:
 
 
 def _element_type(a: ir.Value, b: ir.Value) -> list[str]:
-    """Fills in the type that one of them lacks."""
+    """Fills in the type that one of them lacks, or that a tool has left only a carrier of."""
+    for value, other in ((a, b), (b, a)):
+        if is_carrier(value) and is_paged(other):
+            value.type, value.shape = other.type, other.shape
     if a.type is None:
         a.type = b.type
     elif b.type is None:

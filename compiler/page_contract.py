@@ -7,17 +7,27 @@ parameters and operators. What pages a type allows is decided in ``paged_types``
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import onnx
 import onnx_ir as ir
 
-from onnx_inplace.compiler import errors, facts, paged_operators, paged_types
+from onnx_inplace.compiler import (
+    errors,
+    facts,
+    formats,
+    page_declarations,
+    paged_operators,
+    paged_types,
+    schema,
+)
 from onnx_inplace.compiler.contract import DOMAIN
 from onnx_inplace.compiler.errors import Finding
 from onnx_inplace.compiler.facts import Place, Where
 from onnx_inplace.compiler.formats import PageFormat
+from onnx_inplace.compiler.page_declarations import PageDeclaration
 from onnx_inplace.compiler.paged_types import PagedType, PageTypeError
 
 REQUIRES = "onnx_inplace.requires"  # metadata key: operators that only our runner has
@@ -33,13 +43,23 @@ def write(proto: Any, model: ir.Model) -> None:
     in_use: list[PageFormat] = []
     for _, info, value in _infos(proto, model):
         if value is not None and isinstance(value.type, PagedType):
-            paged_types.write(info.type, value.type, value.shape)
+            paged_types.declaration(value.type, value.shape).write(info.type)
             in_use += value.type.formats
-    for found in paged_types.canonical(in_use):
-        proto.quantizations.append(found.to_proto())
+    declare_formats(proto, in_use)
     operators = sorted({n.op_type for n in _nodes(model) if _is_ours(n)})
+    kept = [(p.key, p.value) for p in proto.metadata_props if p.key != REQUIRES]
+    proto.ClearField("metadata_props")
+    for key, value in kept:
+        proto.metadata_props.add(key=key, value=value)
     if operators:
         proto.metadata_props.add(key=REQUIRES, value=requirement(operators))
+
+
+def declare_formats(proto: Any, in_use: Iterable[PageFormat]) -> None:
+    """Replace the page formats that a model declares."""
+    proto.ClearField("quantizations")
+    for found in paged_types.canonical(in_use):
+        proto.quantizations.append(found.to_proto())
 
 
 def requirement(operators: Iterable[str]) -> str:
@@ -61,6 +81,45 @@ def _nodes(model: ir.Model) -> Iterator[ir.Node]:
 
 
 # -- reading
+
+
+def restore(proto: Any, promised: facts.Declarations) -> list[Finding]:
+    """Write types of parameters and page formats again, as the JSON contract has them."""
+    named = [*_promised(proto, promised)]
+    pages = [page for _, page, _ in named]
+    if not pages:
+        return []
+    own = [PageFormat.from_proto(_decoded(text)) for text in promised.formats.values()]
+    known = {**formats.BUILTIN, **{f.name: f for f in own}}
+    names = [name for page in pages for name in page.formats or known]
+    declare_formats(proto, (known[name] for name in names if name in known))
+    findings = []
+    for where, page, info in named:
+        if info is None or not page_declarations.is_carrier(info.type):
+            findings.append(Finding("E113", f"{where} is no sequence of uint8 tensors any more."))
+        else:
+            page.write(info.type)
+    return findings
+
+
+def _promised(
+    proto: Any, promised: facts.Declarations
+) -> Iterator[tuple[str, PageDeclaration, Any]]:
+    inputs = {v.name: v for v in proto.graph.input}
+    for name, page in promised.pages.items():
+        yield f"`{name}`", page, inputs.get(name)
+    for function in proto.functions:
+        scope = facts.function_scope(function)
+        declared = promised.functions.get(scope)
+        infos = {v.name: v for v in function.value_info}
+        for k, page in () if declared is None else declared.pages.items():
+            if k < len(function.input):
+                name = function.input[k]
+                yield f"`{name}` of {scope}", page, infos.get(name)
+
+
+def _decoded(text: str) -> Any:
+    return schema.QuantizationProto.FromString(base64.b64decode(text))
 
 
 class Declared:
@@ -87,16 +146,17 @@ class Declared:
     def forget(self, proto: Any, model: ir.Model) -> None:
         """Drop what the file says of intermediate paged caches: it is derived again."""
         for _, info, value in _infos(proto, model):
-            if value is not None and paged_types.described(info.type):
+            if value is not None and page_declarations.read(info.type) is not None:
                 value.type = value.shape = None
 
     def inputs(self, infos: Iterable[Any], values: Iterable[ir.Value], where: str) -> None:
         """Give parameters the types that the file declares."""
         known = {v.name: v for v in values}
         for info in infos:
-            if info.name in known and paged_types.described(info.type):
+            declared = page_declarations.read(info.type)
+            if info.name in known and declared is not None:
                 try:
-                    type_, shape = paged_types.read(info.type, self._formats)
+                    type_, shape = paged_types.read(declared, self._formats)
                 except PageTypeError as error:
                     message = f"`{info.name}`{where}: {error}."
                     self.findings.append(Finding("E115", message))
@@ -112,7 +172,7 @@ def differences(proto: Any, model: ir.Model) -> list[Finding]:
         follows = None
         if value is not None and isinstance(value.type, PagedType):
             expected = type(info.type)()
-            paged_types.write(expected, value.type, value.shape)
+            paged_types.declaration(value.type, value.shape).write(expected)
             follows = _stored(expected)
         if stands != follows:
             texts = ["no pages" if x is None else x[0] for x in (stands, follows)]
@@ -123,24 +183,19 @@ def differences(proto: Any, model: ir.Model) -> list[Finding]:
 
 def _stored(type_: Any) -> tuple[str, bytes] | None:
     """What a type says about pages, to read and to compare."""
-    if not paged_types.described(type_):
+    declared = page_declarations.read(type_)
+    if declared is None:
         return None
-    element = type_.sequence_type.elem_type
-    pages = element.quantized_tensor
-    dims = ", ".join(d.dim_param or str(d.dim_value) for d in pages.shape.dim)
-    allowed = "".join(f", {name}" for name in pages.allowed_quantized_type)
-    kind = "SparsePaged" if pages.sparse_ids else "Paged"
-    carrier = onnx.TensorProto.DataType.Name(element.tensor_type.elem_type)
-    text = f"{kind}[{pages.elem_type}[{dims}]{allowed}] carried by {carrier}"
+    carrier = type_.sequence_type.elem_type.tensor_type
+    rank = len(carrier.shape.dim)
+    text = f"{declared}, carried by tensors of type {carrier.elem_type} and rank {rank}"
     return text, type_.SerializeToString(deterministic=True)
 
 
 def _unused(proto: Any, model: ir.Model) -> list[Finding]:
     """E113: declared page formats are those in use, in their order, and what the file requires."""
     copy = type(proto)()
-    write_formats = [f for v in _paged(model) for f in v]
-    for found in paged_types.canonical(write_formats):
-        copy.quantizations.append(found.to_proto())
+    declare_formats(copy, (f for allowed in _paged(model) for f in allowed))
     stands, follows = ([q.name for q in p.quantizations] for p in (proto, copy))
     if stands != follows:
         message = f"the file declares the page formats {stands}; {follows} are in use."

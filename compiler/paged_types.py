@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
-import onnx
 import onnx_ir as ir
 
 from onnx_inplace.compiler import errors, formats
 from onnx_inplace.compiler.formats import PageFormat
+from onnx_inplace.compiler.page_declarations import PageDeclaration
 
 DECODED = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 HALVES, HEADS, PAGE_SIZE, HEAD_SIZE = range(4)  # axes of a page
@@ -163,17 +162,6 @@ def check_page(type_: PagedType, shape: ir.Shape | None) -> None:
                 raise PageTypeError(str(error)) from None
 
 
-def text(type_: PagedType, shape: ir.Shape | None) -> str:
-    """As an author would write it."""
-    dims = (
-        "?"
-        if shape is None
-        else ", ".join(str(d if isinstance(d, int) else d.value) for d in shape)
-    )
-    allowed = "".join(f", {name}" for name in names(type_))
-    return f"{'SparsePaged' if type_.sparse else 'Paged'}[{type_.dtype}[{dims}]{allowed}]"
-
-
 def of(value: ir.Value) -> PageType | None:
     """The pages of a paged cache; None: the value is none."""
     if not isinstance(value.type, PagedType):
@@ -187,69 +175,43 @@ def is_paged(value: ir.Value | None) -> bool:
     return value is not None and isinstance(value.type, PagedType)
 
 
+def is_carrier(value: ir.Value) -> bool:
+    """Whether a value is a sequence of uint8 tensors: as a paged cache to who knows no pages."""
+    type_ = value.type
+    plain = isinstance(type_, ir.SequenceType) and not isinstance(type_, PagedType)
+    return plain and type_ == ir.SequenceType(ir.TensorType(ir.DataType.UINT8))
+
+
 # -- on disk
 
 
-def write(proto: Any, type_: PagedType, shape: ir.Shape | None) -> None:
-    """Describe a paged cache in a ``schema.TypeProto``."""
-    proto.Clear()
-    element = proto.sequence_type.elem_type
-    element.tensor_type.elem_type = onnx.TensorProto.UINT8
-    element.tensor_type.shape.dim.add()
-    pages = element.quantized_tensor
-    pages.allowed_quantized_type.extend(names(type_))
-    pages.elem_type = type_.dtype.value
-    pages.shape.SetInParent()
-    for dim in shape or ():
-        added = pages.shape.dim.add()
-        if isinstance(dim, int):
-            added.dim_value = dim
-        elif dim.value is not None:
-            added.dim_param = dim.value
-    if type_.sparse:
-        pages.sparse_ids = True
+def declaration(type_: PagedType, shape: ir.Shape | None) -> PageDeclaration:
+    """What a file says about such a paged cache."""
+    dims = tuple(d if isinstance(d, int) else d.value for d in shape or ())
+    return PageDeclaration(type_.dtype.value, dims, names(type_), type_.sparse)
 
 
-def described(proto: Any) -> bool:
-    """Whether a ``schema.TypeProto`` is one of pages, however wrong."""
-    return _pages(proto) is not None
-
-
-def _pages(proto: Any) -> Any:
-    if proto.HasField("sequence_type"):
-        element = proto.sequence_type.elem_type
-        if element.HasField("quantized_tensor"):
-            return element.quantized_tensor
-    return None
-
-
-def read(proto: Any, declared: Mapping[str, PageFormat]) -> tuple[PagedType, ir.Shape]:
-    """The type and the page shape that a ``schema.TypeProto`` describes.
+def read(declared: PageDeclaration, known: Mapping[str, PageFormat]) -> tuple[PagedType, ir.Shape]:
+    """The type and the page shape that a file declares.
 
     Args:
-        proto: a type for which ``described`` holds.
-        declared: page formats of the model.
+        declared: what stands there.
+        known: page formats of the model.
 
     Raises:
         PageTypeError: the model does not declare an allowed format, or there can be no such page.
     """
-    pages = _pages(proto)
-    unknown = [name for name in pages.allowed_quantized_type if name not in declared]
+    unknown = [name for name in declared.formats if name not in known]
     if unknown:
         raise PageTypeError(f"the page format {unknown[0]} is not declared in the model")
-    allowed = [declared[name] for name in pages.allowed_quantized_type]
+    allowed = [known[name] for name in declared.formats]
     try:
-        decoded = ir.DataType(pages.elem_type)
+        decoded = ir.DataType(declared.elem_type)
     except ValueError:
-        raise PageTypeError(f"{pages.elem_type} is no element type") from None
+        raise PageTypeError(f"{declared.elem_type} is no element type") from None
     type_ = PagedType(
-        decoded,
-        allowed or declared.values(),
-        any_format=not allowed,
-        sparse=pages.sparse_ids,
+        decoded, allowed or known.values(), any_format=not allowed, sparse=declared.sparse
     )
-    shape = ir.Shape(
-        [d.dim_param or (d.dim_value if d.HasField("dim_value") else None) for d in pages.shape.dim]
-    )
+    shape = ir.Shape(declared.shape)
     check_page(type_, shape)
     return type_, shape

@@ -10,7 +10,15 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from onnx_inplace.compiler import derivation, emitter, facts, integrity, loader, schema
+from onnx_inplace.compiler import (
+    derivation,
+    emitter,
+    facts,
+    integrity,
+    loader,
+    page_contract,
+    schema,
+)
 from onnx_inplace.compiler.contract import Access
 from onnx_inplace.compiler.errors import ContractError, Finding
 from onnx_inplace.compiler.program import Program
@@ -62,6 +70,7 @@ def annotated(program: Program) -> Program:
     found, declared = derived.facts(), derivation.declared(proto)
     _clear(proto, lambda node: False)
     emitter.annotate(proto, found)
+    page_contract.write(proto, derived.model)
     emitter.declare(proto, declared)
     loader.verify_file(program)
     return program
@@ -120,7 +129,7 @@ def _clear_nodes(nodes: Iterable[Any], keep: Callable[[Any], bool]) -> None:
 
 def _declare(proto: Any, promised: facts.Declarations) -> list[Finding]:
     """Write what was declared; what is gone without being missed (an inlined function) is left."""
-    findings = []
+    findings = page_contract.restore(proto, promised)
     inputs = {v.name: v for v in proto.graph.input}
     for name, access in promised.inputs.items():
         if access != Access.READ_WRITE.name:

@@ -1,5 +1,6 @@
 """Paged caches in the language and in files: types, what is refused, what a file says."""
 
+import google.protobuf.text_format
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -7,7 +8,7 @@ import onnxruntime
 import pytest
 
 from onnx_inplace import errors, formats
-from onnx_inplace.compiler import ShapesContext, load, plan, schema, steps
+from onnx_inplace.compiler import ShapesContext, load, plan, restore, schema, steps
 from onnx_inplace.dsl import (
     FLOAT,
     FLOAT16,
@@ -380,6 +381,7 @@ def changed(change):
 
 
 CHANGES = {
+    "a lost type of an input": lambda p, e: e["cache"].ClearField("quantized_tensor"),
     "an intermediate type": lambda p, e: e["updated"].quantized_tensor.ClearField("shape"),
     "a lost type of a result": lambda p, e: e["updated"].ClearField("quantized_tensor"),
     "another carrier": lambda p, e: setattr(e["cache"].tensor_type, "elem_type", 1),
@@ -409,6 +411,57 @@ def test_a_changed_file_is_refused(what):
 
 def test_the_unchanged_file_is_not():
     load(changed(lambda p, e: None))
+
+
+def test_a_changed_declaration_is_named():
+    with pytest.raises(errors.ContractError) as caught:
+        load(changed(CHANGES["a lost type of an input"]))
+    assert "FLOAT16[2, 2, 32, 64], FLOAT16, INT8, INT4" in str(caught.value)
+
+
+INT4C = formats.PageFormat(
+    "INT4C",
+    formats.Encoding(ir.DataType.UINT4, formats.Grouping.TOKEN, 32, formats.Offset.MIDPOINT),
+    formats.Encoding(ir.DataType.UINT4, formats.Grouping.TOKEN, 32, formats.Offset.MIDPOINT),
+)
+
+
+def test_a_format_of_an_author_is_declared_whole():
+    @model
+    def write(cache: Mutable[Paged[Page, INT4C]], x: Values) -> Alias["cache"]:
+        return kv.PagedCacheUpdate(cache, 0, x, 0)
+
+    [declared] = write.proto.quantizations
+    assert declared == INT4C.to_proto()
+    assert plan(write).inputs[0].pages.formats == (INT4C,)
+
+
+@pytest.mark.parametrize("allowed", [(), (formats.INT8, INT4C)])
+def test_what_a_stock_tool_drops_is_restored(allowed):
+    Some = Paged[(Page, *allowed)]
+
+    @function
+    def layer(cache: Mutable[Some], x: Values, p: INT64[()]) -> Alias["cache"]:
+        return kv.PagedCacheUpdate(cache, 0, x, p, quantized_type="INT8")
+
+    @model
+    def write(cache: Mutable[Some], x: Values, p: INT64[()]) -> Alias["cache"]:
+        if p > 0:
+            cache = layer(cache, x, p)
+        return cache
+
+    stock = onnx.ModelProto.FromString(write.proto.SerializeToString())
+    text = onnx.printer.to_text  # what stock classes print has none of our fields
+    bare = onnx.ModelProto()
+    google.protobuf.text_format.Parse(google.protobuf.text_format.MessageToString(stock), bare)
+    assert (
+        text(bare) == text(stock)
+        and not schema.ModelProto.FromString(bare.SerializeToString()).quantizations
+    )
+    with pytest.raises(errors.ContractError) as caught:
+        load(bare.SerializeToString())
+    assert {f.code for f in caught.value.findings} == {"E113"}
+    assert restore(bare.SerializeToString()).proto == write.proto
 
 
 # -- the plan
