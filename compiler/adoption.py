@@ -27,6 +27,7 @@ from onnx_inplace.compiler import (
     loader,
     naming,
     operators,
+    page_declarations,
     producers,
     recovery,
     schema,
@@ -178,7 +179,8 @@ def _storage(proto: Any, program: Program) -> dict[str, _Storage]:
     lent = _copy(proto)
     initializers = {t.name for t in proto.graph.initializer}
     for info in lent.graph.input:
-        if info.name not in initializers and declared_types.element_type(info):
+        is_pages = page_declarations.read(info.type) is not None
+        if info.name not in initializers and (declared_types.element_type(info) or is_pages):
             info.access = schema.READ_WRITE
     summary = derivation.Derivation(lent, program.weights).graph.aliases.summary
     found = {}

@@ -6,8 +6,10 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from typer.testing import CliRunner
 
 from onnx_inplace import errors, formats
+from onnx_inplace.cli.commands import app
 from onnx_inplace.compiler import ShapesContext, load, plan, restore, schema, steps
 from onnx_inplace.dsl import (
     FLOAT,
@@ -521,3 +523,16 @@ def test_pages_that_nobody_may_write_are_views_and_kernels_too():
 
     kinds = [type(s).__name__ for s in plan(read).block.steps]
     assert kinds == ["SubSession", "View", "Branch"]
+
+
+def test_the_commands_take_such_files(tmp_path):
+    decode.save(tmp_path / "decode.onnx")
+
+    def run(*arguments):
+        return CliRunner().invoke(app, [*arguments])
+
+    shown = run("show", str(tmp_path / "decode.onnx"))
+    assert "Paged[FLOAT16[2, 2, 32, 64], FLOAT16, INT8, INT4]" in shown.output
+    for command in ("check", "annotate", "plan", "doctor"):
+        result = run(command, str(tmp_path / "decode.onnx"))
+        assert result.exit_code == 0, result.output

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from rich.console import Console
 from rich.text import Text
 
-from onnx_inplace.compiler import contract, derivation, facts, integrity, loader
+from onnx_inplace.compiler import contract, derivation, facts, integrity, loader, paged_types
 from onnx_inplace.compiler.contract import Access, Effect
 from onnx_inplace.compiler.program import Program
 
@@ -116,6 +116,8 @@ def _function_name(block: Any) -> str:
 def _type(value: ir.Value) -> str:
     if value.type is None:
         return ""
+    if isinstance(value.type, paged_types.PagedType):
+        return str(paged_types.declaration(value.type, value.shape))
     if not isinstance(value.type, ir.TensorType):
         return str(value.type)
     if value.shape is None:
