@@ -15,7 +15,7 @@ import numpy as np
 from onnx_inplace.compiler import errors, page_checks, page_log, sizes
 from onnx_inplace.compiler.page_checks import Mode, PageAccess
 from onnx_inplace.runner.checks import load
-from onnx_inplace.runner.page_pieces import Outlook, Piece, attended, pieces
+from onnx_inplace.runner.page_pieces import Outlook, pieces, reading
 from onnx_inplace.runner.page_store import PageStore
 from onnx_inplace.runner.storage import Array
 
@@ -150,8 +150,11 @@ def _certain(accesses: Iterable[PageAccess]) -> Iterator[PageAccess]:
             yield access
 
 
-_Memo = dict[object, tuple[Array, list[Piece]]]
-"""Pieces by what they follow from; the array of page ids is kept, so that its id stays its own."""
+_Memo = dict[object, tuple[Array, Any]]
+"""Pieces and readings by what they follow from: layers of a model touch the same of their caches.
+
+The array of page ids is kept, so that its id stays its own.
+"""
 
 
 def play(entries: Iterator[Entry], stores: Mapping[str, PageStore]) -> None:
@@ -198,14 +201,14 @@ def created_format(store: PageStore, access: PageAccess) -> int | None:
     return None if access.quantized_type is None else store.format(access.quantized_type)
 
 
-def _touched(entry: Entry, store: PageStore, memo: _Memo) -> list[Piece]:
-    """What an update or an attention touches. Layers of a model touch the same of their caches."""
+def _touched(entry: Entry, store: PageStore, memo: _Memo) -> Any:
+    """Pieces of an update, or what attention reads."""
     access, length, ids, positions = entry
     key = access.mode, id(ids), positions.tobytes(), length, store.page_size, access.left
     found = memo.get(key)
     if found is None:
         if access.mode is Mode.READ:
-            touched = attended(store, ids, positions, length, access.left)
+            touched: Any = reading(store, ids, positions, length, access.left)
         else:
             touched = pieces(store.name, ids, positions, length, store.page_size)
         found = memo[key] = ids, touched

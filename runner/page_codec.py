@@ -20,6 +20,8 @@ from onnx_inplace.runner.attend import KINDS
 from onnx_inplace.runner.page_table import PageTable
 from onnx_inplace.runner.storage import Array
 
+_keys: dict[tuple[object, ...], int] = {}
+
 
 class Codec:
     """Pages of one shape.
@@ -43,6 +45,7 @@ class Codec:
         self.page_bytes: list[int] = []
         self.descriptions = np.empty((0, pages_layout.WORDS), np.int64)
         self._index: dict[str, int] = {}
+        self._key = -1
         for format in allowed:
             self._add(format)
         self._any = not self.formats
@@ -61,6 +64,7 @@ class Codec:
         self.formats.append(format)
         self.page_bytes.append(format.page_bytes(self.dims))
         self._index[format.name] = len(self.formats) - 1
+        self._key = _keys.setdefault((self.dims, *self.formats), len(_keys))
         return self._index[format.name]
 
     def _try(self, format: PageFormat) -> None:
@@ -76,6 +80,11 @@ class Codec:
         if isinstance(format, str) or (index is not None and self.formats[index] == format):
             return index
         return self._add(format) if self._any and index is None else None
+
+    @property
+    def key(self) -> int:
+        """The same number for codecs with the same dims and the same formats in the same order."""
+        return self._key
 
     def check_values(self, name: str, values: Array) -> None:
         """Refuse values that are not tokens of these pages.

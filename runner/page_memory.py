@@ -19,11 +19,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from onnx_inplace.numba_kernels.memory import address
-from onnx_inplace.runner.storage import ALIGNMENT, Array
+from onnx_inplace.runner import storage
+from onnx_inplace.runner.storage import Array
 
 KEEP = 16 << 20
 """Bytes that a memory keeps by default, over all sizes of pages."""
 
+_BYTE = np.dtype(np.uint8)
 _RELEASE = 32 << 20  # bytes given back before the C library is asked to return them, too
 
 
@@ -76,7 +78,8 @@ class PageMemory:
             if page is not None:
                 self._kept -= size
         if page is None:
-            return _aligned(size, zeroed)
+            # Zeroed memory of the system is committed when it is first written.
+            return (storage.zeros if zeroed else storage.empty)((size,), _BYTE)
         if zeroed:
             page[:] = 0
         return page
@@ -122,14 +125,6 @@ class PageMemory:
             return False
         self._released = 0
         return True
-
-
-def _aligned(size: int, zeroed: bool) -> Array:
-    # Zeroed memory of the system is committed when it is first written.
-    raw = (np.zeros if zeroed else np.empty)(size + ALIGNMENT, np.uint8)
-    offset = -address(raw) % ALIGNMENT
-    page: Array = raw[offset : offset + size]
-    return page
 
 
 def _find_trim() -> Callable[[], object]:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from onnx_inplace.compiler import errors
+from onnx_inplace.numba_kernels import pages_table
+from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner.page_store import PageStore
 from onnx_inplace.runner.page_table import NOWHERE
 from onnx_inplace.runner.storage import Array
@@ -24,15 +26,11 @@ class Piece(NamedTuple):
         page: its id.
         first: token in the page.
         length: number of tokens.
-        token: in the sequence, where the piece begins; with a page id, in the page.
-        row: of the batch; None: there is no batch.
     """
 
     page: int
     first: int
     length: int
-    token: int
-    row: int | None
 
     @property
     def end(self) -> int:
@@ -40,16 +38,14 @@ class Piece(NamedTuple):
         return self.first + self.length
 
 
-def pieces(
-    name: str, ids: Array, positions: Array, length: int | Array, page_size: int
-) -> list[Piece]:
+def pieces(name: str, ids: Array, positions: Array, length: int, page_size: int) -> list[Piece]:
     """What ``length`` tokens from each position on touch, in order.
 
     Args:
         name: of the cache.
         ids: () a page; (blocks,) the block table of a sequence; (batch, blocks).
         positions: (): first token, in the page or in the sequence; (batch,).
-        length: tokens of each sequence, or of all.
+        length: tokens of each sequence.
         page_size: tokens of a page.
 
     Raises:
@@ -57,10 +53,9 @@ def pieces(
         errors.StorageMismatch: not one position, or one for each sequence.
     """
     starts = positions.reshape(-1).tolist()
-    lengths = [length] * len(starts) if isinstance(length, int) else length.tolist()
     tables = ids.reshape(-1, ids.shape[-1] if ids.ndim else 1).tolist()
     if len(starts) == 1 and len(tables) != 1:
-        starts, lengths = starts * len(tables), lengths * len(tables)
+        starts *= len(tables)
     if len(starts) != len(tables):
         raise errors.StorageMismatch(
             f"`{name}`: {len(starts)} positions for {len(tables)} sequences",
@@ -69,28 +64,46 @@ def pieces(
             len(starts),
         )
     found: list[Piece] = []
-    for k, (table, start, tokens) in enumerate(zip(tables, starts, lengths, strict=True)):
+    for k, (table, start) in enumerate(zip(tables, starts, strict=True)):
         row, capacity = (k if ids.ndim == 2 else None), len(table) * page_size
-        if start < 0 or start > capacity - tokens:
-            raise errors.CapacityError(name, start, tokens, capacity, row)
-        at, end = start, start + tokens
+        if start < 0 or start > capacity - length:
+            raise errors.CapacityError(name, start, length, capacity, row)
+        at, end = start, start + length
         while at < end:
             first = at % page_size
             count = min(page_size - first, end - at)
-            found.append(Piece(table[at // page_size], first, count, at, row))
+            found.append(Piece(table[at // page_size], first, count))
             at += count
     return found
 
 
-def attended(
-    store: PageStore, tables: Array, lengths: Array, queries: int, left: int
-) -> list[Piece]:
+class Reading(NamedTuple):
+    """What attention reads.
+
+    Attributes:
+        tables: (batch, blocks) int64, page ids.
+        starts: (batch,) int64, first token of each sequence that is read.
+        ends: (batch,) int64, one more than the last one.
+        rows: whether there is a batch.
+    """
+
+    tables: Array
+    starts: Array
+    ends: Array
+    rows: bool
+
+    def row(self, index: int) -> int | None:
+        """A row of the batch, as errors name it."""
+        return index if self.rows else None
+
+
+def reading(store: PageStore, ids: Array, lengths: Array, queries: int, left: int) -> Reading:
     """What attention reads: the first ``length`` tokens of each sequence, or a window of them.
 
     Args:
         store: the cache.
-        tables: (blocks,) or (batch, blocks).
-        lengths: () or (batch,), valid tokens of each sequence.
+        ids: (blocks,) or (batch, blocks).
+        lengths: one valid length for all sequences, or one for each.
         queries: number of last tokens that look back.
         left: tokens before its own that a query sees; -1: all.
 
@@ -98,18 +111,61 @@ def attended(
         errors.CapacityError: a length is negative, or exceeds the block table.
         errors.StorageMismatch: not one length, or one for each sequence.
     """
+    tables = np.ascontiguousarray(ids.reshape(-1, ids.shape[-1]), dtype=np.int64)
+    batch, capacity = len(tables), tables.shape[1] * store.page_size
     ends = lengths.reshape(-1)
-    negative = np.flatnonzero(ends < 0)
-    if negative.size:
-        row, capacity = int(negative[0]), tables.shape[-1] * store.page_size
-        length = int(ends[row])
-        raise errors.CapacityError(
-            store.name, 0, length, capacity, row if tables.ndim == 2 else None
-        )
+    if ends.shape != (batch,):
+        ends = _for_each(store.name, ends, batch)
+    found = Reading(tables, np.zeros(batch, np.int64), np.ascontiguousarray(ends), ids.ndim == 2)
+    for k, length in enumerate(ends.tolist()):
+        if not 0 <= length <= capacity:
+            raise errors.CapacityError(store.name, 0, length, capacity, found.row(k))
     if left < 0:
-        return pieces(store.name, tables, np.zeros_like(ends), ends, store.page_size)
-    starts = np.maximum(ends - queries - left, 0)
-    return pieces(store.name, tables, starts, ends - starts, store.page_size)
+        return found
+    return found._replace(starts=np.maximum(ends - (queries + left), 0))
+
+
+def _for_each(name: str, numbers: Array, batch: int) -> Array:
+    if numbers.size != 1:
+        raise errors.StorageMismatch(
+            f"`{name}`: {numbers.size} lengths for {batch} sequences", name, batch, numbers.size
+        )
+    return np.repeat(numbers, batch)
+
+
+def check_readable(store: PageStore, wanted: Reading, outlook: Outlook | None = None) -> Array:
+    """Places of the pages in the table, (batch, blocks); those that are not read may be any number.
+
+    ``outlook`` knows what will be there when the steps before have run.
+
+    Raises:
+        errors.PageError: a page is missing.
+        errors.CapacityError: tokens that were never written, or were cut off.
+    """
+    table, page_size = store.table, store.page_size
+    places = table.ids.rows(wanted.tables)
+    batch, blocks = places.shape
+    find = pages_table.find_unreadable.ready()
+    at = 0
+    while True:
+        at = find(
+            address(places), batch, blocks, address(wanted.starts), address(wanted.ends), page_size,
+            address(table.address), address(table.fill), len(table.address), at,
+        )  # fmt: skip
+        if at < 0:
+            return places
+        row, block = divmod(at, blocks)
+        length = int(wanted.ends[row])
+        page = int(wanted.tables[row, block])
+        if outlook is None:
+            store.row(page)
+            fill = int(table.fill[places[row, block]])
+        else:
+            fill = outlook.fill(page)
+        if fill < min(length - block * page_size, page_size):
+            valid = block * page_size + fill
+            raise errors.CapacityError(store.name, 0, length, valid, wanted.row(row))
+        at += 1
 
 
 class Outlook:
@@ -148,7 +204,11 @@ class Outlook:
             elif row != NOWHERE:
                 self._store.refuse_shared(page, row, "write a copy (copy_page)")
         for piece in touched:
-            self._fill[piece.page] = max(self.fill(piece.page), piece.end)
+            before = self._fill.get(piece.page)
+            if before is None:
+                row = self._table.ids.row(piece.page)
+                before = 0 if row == NOWHERE else int(self._table.fill[row])
+            self._fill[piece.page] = max(before, piece.end)
 
     def _create(self, page: int, format: int | None) -> None:
         store = self._store
@@ -185,21 +245,9 @@ class Outlook:
             self._grow(sizes[format] - sizes[self._format_of(page)])
             self._format[page] = format
 
-    def read(self, touched: list[Piece]) -> None:
-        """Tokens will be read.
-
-        Raises:
-            errors.PageError: a page is missing.
-            errors.CapacityError: tokens that were never written, or were cut off.
-        """
-        for piece in touched:
-            self._format_of(piece.page)
-            filled = self.fill(piece.page)
-            if piece.end > filled:
-                begin = piece.token - piece.first
-                raise errors.CapacityError(
-                    self._store.name, 0, begin + piece.end, begin + filled, piece.row
-                )
+    def read(self, wanted: Reading) -> None:
+        """Tokens will be read. Raises as ``check_readable``."""
+        check_readable(self._store, wanted, self)
 
     def gather(self, pages: list[int]) -> None:
         """Whole pages will be read.
@@ -211,12 +259,13 @@ class Outlook:
             self._format_of(page)
 
     def fill(self, page: int) -> int:
-        """Tokens of a page."""
+        """Tokens of a page.
+
+        Raises:
+            errors.PageError: there is none.
+        """
         found = self._fill.get(page)
-        if found is not None:
-            return found
-        row = self._table.ids.row(page)
-        return 0 if row == NOWHERE else int(self._table.fill[row])
+        return int(self._table.fill[self._store.row(page)]) if found is None else found
 
     def _format_of(self, page: int) -> int:
         found = self._format.get(page, self._new.get(page))

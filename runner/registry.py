@@ -14,6 +14,7 @@ from onnx_inplace.runner import (
     operators,
     operators_attention,
     operators_gqa,
+    operators_paged_attention,
     operators_pages,
     operators_scatter,
 )
@@ -27,6 +28,7 @@ _factories: dict[tuple[str, str], Factory] = {
     ("onnx_inplace", "Copy"): operators.copy,
     ("onnx_inplace", "PagedCacheUpdate"): operators_pages.paged_cache_update,
     ("onnx_inplace", "PagedCacheConvert"): operators_pages.paged_cache_convert,
+    ("onnx_inplace", "PagedAttention"): operators_paged_attention.paged_attention,
     ("onnx_inplace", "PageGather"): operators_pages.page_gather,
     ("", "TensorScatter"): operators.tensor_scatter,
     ("", "ScatterND"): operators_scatter.scatter_nd,

@@ -1,0 +1,182 @@
+"""Kernel step of PagedAttention: pages of any formats in one call, several sequences.
+
+The kernel reads addresses, formats and descriptions from the page table; which pages it may read is
+judged before every call, also where the checks before the run have seen them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from onnx_inplace.compiler import errors, steps
+from onnx_inplace.numba_kernels import invoke, pages_attention, pages_kernels, pages_table
+from onnx_inplace.numba_kernels.layout import bits
+from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.runner import storage, threads
+from onnx_inplace.runner.actions import Action, Array, Settings, Slots, result, reusable
+from onnx_inplace.runner.attend import KINDS, PARALLEL, SHORTEST_SPLIT, Calls
+from onnx_inplace.runner.page_pieces import check_readable, reading
+from onnx_inplace.runner.page_store import PageStore
+
+_INT64 = np.dtype(np.int64)
+
+
+class _Options(NamedTuple):
+    """Attributes of a node."""
+
+    causal: bool
+    left: int
+    scale: float | None
+    softcap: float
+
+
+def paged_attention(step: steps.Kernel, settings: Settings) -> Action:
+    """``PagedAttention(query, cache, block_table, lengths)``.
+
+    Raises:
+        UnsupportedOperator: a window of a negative size.
+    """
+    query_slot, cache_slot, table_slot, lengths_slot = _present(step)
+    (output,) = (slot for slot in step.outputs[:1] if slot is not None)
+    given = step.attributes
+    scale = given.get("scale")
+    options = _Options(
+        bool(given.get("is_causal", 0)),
+        given.get("left_window_size", -1),
+        None if scale is None else float(scale),
+        float(given.get("softcap", 0.0)),
+    )
+    if options.left < -1:
+        reason = f"left_window_size={options.left}"
+        raise errors.UnsupportedOperator(step.domain, step.op_type, reason)
+    reuse, calls = reusable(step, output), Calls[_Call]()
+    _compile(settings)
+
+    def act(slots: Slots) -> None:
+        query, store = slots[query_slot], slots[cache_slot].store
+        if not query.flags.c_contiguous:
+            query = np.ascontiguousarray(query)
+        ids, lengths = slots[table_slot], slots[lengths_slot]
+        wanted = reading(store, ids, lengths, query.shape[2], options.left)
+        places = check_readable(store, wanted)
+        key = query.shape, query.dtype, places.shape, store.codec.key
+        call = calls.get(key)
+        if call is None:
+            call = calls.put(key, _Call(store, query, places, options, settings.threads))
+        target = result(slots, output, reuse, query.shape, query.dtype)
+        call(store, query, places, wanted.ends, target)
+
+    return act
+
+
+def _present(step: steps.Kernel) -> list[int]:
+    found = [slot for slot in step.inputs[:4] if slot is not None]
+    if len(found) != 4:
+        raise errors.UnsupportedOperator(step.domain, step.op_type, "4 inputs are needed")
+    return found
+
+
+def _compile(settings: Settings) -> None:
+    """What does not depend on a cache: nothing of it is compiled in the middle of a run."""
+    pages_kernels.ready(np.zeros((1, 1), np.int64))
+    pages_table.find_unreadable.ready()
+    invoke.invoke.ready()
+    if settings.threads > 1:
+        invoke.invoke_parallel.ready()
+
+
+class _Call:
+    """A prepared call for one tuple of shapes and one list of formats. Threads share it."""
+
+    def __init__(
+        self, store: PageStore, query: Array, places: Array, options: _Options, workers: int
+    ):
+        batch, heads, tokens, size = query.shape
+        _, kv_heads, page_size, head_size = store.codec.dims
+        if batch != len(places) or size != head_size or heads % kv_heads or not heads:
+            raise errors.StorageMismatch(
+                f"`{store.name}`: a query {list(query.shape)} for {len(places)} sequences and "
+                f"pages {list(store.codec.dims)}",
+                store.name,
+                store.codec.dims,
+                query.shape,
+            )
+        scale = size**-0.5 if options.scale is None else options.scale
+        kind = KINDS[query.dtype]
+        b, h, t = query.strides[:3]
+        self._kernels = pages_kernels.ready(store.codec.descriptions)
+        layout, self._page_kernels = self._kernels.choose(
+            pages_attention.PagesLayout(
+                batch, kv_heads, heads // kv_heads, tokens, size, page_size, places.shape[1],
+                len(store.codec.formats), kind, kind, options.left, 0 if options.causal else -1,
+                bits(scale), bits(options.softcap), b, h, t, b, h, t, 0, 0, 0, 0,
+            )
+        )  # fmt: skip
+        self._layout, self._array = layout, np.array(layout, np.int64)
+        self._workers = workers
+        self._products = math.prod(query.shape)
+        self._long = PARALLEL // max(self._products, 1) if workers > 1 else _NEVER
+        self._policy = threads.Policy()
+
+    def __call__(
+        self, store: PageStore, query: Array, places: Array, lengths: Array, target: Array
+    ) -> None:
+        """Write the output of a query over the pages in ``places``."""
+        if not query.size:
+            return
+        longest = int(lengths.max())
+        if longest <= self._long:
+            self._run(store, query, places, lengths, target, 1, 1)
+            return
+        work, start = self._products * longest, time.perf_counter()
+        if self._policy.parallel():
+            items = self._layout.batch * self._layout.kv_heads
+            splits = max(1, min(longest // SHORTEST_SPLIT, -(-4 * self._workers // items)))
+            self._run(store, query, places, lengths, target, self._workers, splits)
+            self._policy.parallel_took(work, time.perf_counter() - start)
+        else:
+            self._run(store, query, places, lengths, target, 1, 1)
+            self._policy.serial_took(work, time.perf_counter() - start)
+
+    def _run(
+        self,
+        store: PageStore,
+        query: Array,
+        places: Array,
+        lengths: Array,
+        target: Array,
+        workers: int,
+        splits: int,
+    ) -> None:
+        table = store.table
+        tables = np.array(
+            [
+                address(table.address),
+                address(table.format),
+                address(store.codec.descriptions),
+                address(self._page_kernels),
+                address(places),
+            ],
+            np.int64,
+        )
+        size = pages_attention.workspace_size(self._layout, splits, workers)
+        space = storage.empty((size // 8,), _INT64)
+        space[0], space[1] = 0, splits
+        arguments: Any = (
+            address(self._array), address(query), address(tables), 0, address(target),
+            address(lengths), 0, 0, address(space), workers,
+        )  # fmt: skip
+        if workers == 1:
+            invoke.invoke.ready()(self._kernels.attend, *arguments)
+            return
+        with threads.region(workers):
+            invoke.invoke_parallel.ready()(self._kernels.attend, *arguments)
+        if splits > 1:
+            invoke.invoke.ready()(self._kernels.merge, *arguments)
+
+
+_NEVER = 2**63
