@@ -21,21 +21,20 @@ def place(wanted: Sequence[tuple[int, Life]]) -> tuple[tuple[int, ...], int]:
     with it.
     """
     offsets = [0] * len(wanted)
-    placed: list[tuple[int, int, Life]] = []  # begin, end, life; by begin
+    beside: dict[int, list[tuple[int, int, int]]] = {}  # by step: begin, end, number
     total = 0
     for index in sorted(range(len(wanted)), key=lambda k: (-wanted[k][0], wanted[k][1], k)):
-        size, life = wanted[index]
+        size, (first, last) = wanted[index]
         room, begin = -(-size // ALIGNMENT) * ALIGNMENT, 0
         if not room:
             continue
-        for low, high, (first, last) in placed:
-            if last < life[0] or life[1] < first:
-                continue
+        steps = range(first, last + 1)
+        for low, high, _ in sorted({span for step in steps for span in beside.get(step, ())}):
             if low - begin >= room:
                 break
             begin = max(begin, high)
         offsets[index] = begin
-        placed.append((begin, begin + room, life))
-        placed.sort()
+        for step in steps:
+            beside.setdefault(step, []).append((begin, begin + room, index))
         total = max(total, begin + room)
     return tuple(offsets), total

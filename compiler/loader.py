@@ -126,9 +126,8 @@ def verify_file(program: Program) -> Verified:
     _refuse(page_contract.differences(proto, derived.model))
     _refuse(bodies.changed(derived.model))
     graph = derived.graph
-    returns = tuple(
-        derivation.declared_returns(proto).get(str(v.name)) for v in graph.block.outputs
-    )
+    declared = derivation.declared_returns(proto)
+    returns = tuple(declared.get(str(v.name)) for v in graph.block.outputs)
     return Verified(derived.model, graph.access, returns)
 
 

@@ -383,18 +383,11 @@ class _Proof:
             buffers = {s for s in frame.fills if self.values[s].storage is Storage.BUFFER}
             if buffers != set(layout):
                 self.wrong(f"the arena has {sorted(layout)}, buffers are {sorted(buffers)}")
-            spans = sorted(
-                (begin, end, slot) for slot, (begin, end) in layout.items() if end > begin
-            )
-            for k, (_, end, slot) in enumerate(spans):
-                for begin, _, other in spans[k + 1 :]:
-                    if begin >= end:
-                        break
-                    if _together(frame, slot, other):
-                        self.wrong(f"{self.name(slot)} and {self.name(other)} share bytes")
-
-
-def _together(frame: _Frame, one: int, other: int) -> bool:
-    begins = [frame.fills[slot] for slot in (one, other)]
-    ends = [frame.reads.get(slot, frame.fills[slot]) for slot in (one, other)]
-    return max(begins) <= min(ends)
+            alive: list[tuple[int, int, int, int]] = []  # last step, begin, end, slot
+            for first, slot in sorted((frame.fills[s], s) for s in buffers & set(layout)):
+                begin, end = layout[slot]
+                alive = [other for other in alive if other[0] >= first]
+                for _, low, high, other in alive:
+                    if max(begin, low) < min(end, high):
+                        self.wrong(f"{self.name(other)} and {self.name(slot)} share bytes")
+                alive.append((frame.reads.get(slot, first), begin, end, slot))

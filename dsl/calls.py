@@ -63,8 +63,15 @@ class Function:
         return f"<@function {self.__name__}{self._signature}>"
 
     def variant(self, values: Mapping[str, Any], opset: int | None) -> Recorded:
-        """The function for these Python values, of the opset of its caller."""
-        key = opset, tuple(_key(v) for v in values.values())
+        """The function for these Python values, of the opset of its caller.
+
+        What was recorded without a caller serves every caller of the opset that it came to.
+        """
+        of_values = tuple(_key(v) for v in values.values())
+        alone = self._variants.get((None, of_values))
+        if alone is not None and alone[0].declaration.function.opset_imports[""] == opset:
+            return alone[0]
+        key = opset, of_values
         found = self._variants.get(key)
         if found is None:
             parts = [f"{n}_{_word(v)}" for n, v in values.items() if _has_short_name(v)]

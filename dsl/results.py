@@ -42,6 +42,10 @@ class _Collector:
     values: list[ir.Value] = dataclasses.field(default_factory=list)
     returns: list[str | None] = dataclasses.field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self._held = set(self.inputs.values())  # values that are no new output
+        self._taken = {v.name for v in self._held}
+
     def add(self, variable: str | None, path: str, x: Any, hint: Any, root: str | None) -> int:
         """One output."""
         r, location = self.r, self.location
@@ -55,7 +59,7 @@ class _Collector:
         name = self.name(variable, path, root)
         if not r.is_unknown(value):
             own = r.owner(value) is r.blocks[0] and not value.is_initializer()
-            if not own or any(value is v for v in (*self.values, *self.inputs.values())):
+            if not own or value in self._held:
                 [again] = r.emit("", "Identity", [value], outputs=[name], location=location)
                 again.meta[VARIABLE] = value.meta.get(VARIABLE)  # what the author calls it
                 value = again
@@ -66,6 +70,8 @@ class _Collector:
                 value.type = value.type or declared.type
         self.values.append(value)
         self.returns.append(root)
+        self._held.add(value)
+        self._taken.add(value.name)
         return len(self.values) - 1
 
     def value(self, x: Any, dtype: ir.DataType | None) -> ir.Value:
@@ -80,7 +86,6 @@ class _Collector:
 
     def name(self, variable: str | None, path: str, root: str | None) -> str:
         """The name of the next output; what is taken already falls back to its number."""
-        taken = {v.name for v in (*self.values, *self.inputs.values())}
         wanted = None
         if variable is not None and variable not in self.parameters:
             wanted = f"{variable}.{path}" if path else variable
@@ -91,7 +96,7 @@ class _Collector:
         for name in (wanted, f"updated_{root}" if root else None):
             holder = self.r.names.holder(name) if name is not None else None
             is_weight = holder is not None and holder.is_initializer()
-            if name is not None and name not in taken and not is_weight:
+            if name is not None and name not in self._taken and not is_weight:
                 return name
         return f"output_{len(self.values)}"
 

@@ -449,3 +449,29 @@ def test_models_are_recorded_in_any_thread() -> None:
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         assert list(pool.map(make, range(8))) == list(map(make, range(8)))
+
+
+def test_a_function_is_recorded_once_for_all_callers_of_its_opset():
+    recorded = []
+
+    @function
+    def double(x: FLOAT["n"]) -> FLOAT["n"]:
+        recorded.append(op)
+        return x + x
+
+    def caller():
+        @model
+        def program(x: FLOAT["n"]) -> FLOAT["n"]:
+            return double(double(op.Relu(x)))
+
+        return program
+
+    assert len(caller().proto.functions) == len(caller().proto.functions) == 1
+    assert len(recorded) == 1
+
+    @model(opset=23)
+    def older(x: FLOAT["n"]) -> FLOAT["n"]:
+        return double(op.Relu(x))
+
+    assert len(recorded) == 2
+    assert [o.version for o in older.proto.functions[0].opset_import if not o.domain] == [23]
