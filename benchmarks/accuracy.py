@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tutorials" / "smollm2"), str(ROOT / "tests")]
@@ -108,6 +109,7 @@ POLICIES = (
     Policy("FLOAT16 x1, INT4 x3, INT2", ((FLOAT16, 1), (INT4, 3)), INT2, FLOAT16, bound=0.025),
     Policy("INT2; newest 4, first FLOAT16", ((FLOAT16, 4),), INT2, FLOAT16, bound=0.02),
     Policy("INT4T", (), formats.INT4T),
+    Policy("INT4T; first FLOAT16", (), formats.INT4T, FLOAT16),
     Policy("FP8_E4M3", (), formats.FP8_E4M3),
 )
 
@@ -164,14 +166,31 @@ def by_specification(kv: Array, chain: list[PageFormat]) -> list[Array]:
     pages = tokens // PAGE_SIZE
     x = kv.reshape(2, heads * pages, PAGE_SIZE, head_size)
     dims = x.shape
-    page = np.zeros(chain[0].page_bytes(dims), np.uint8)
-    page = page_specification.write(chain[0], page, dims, x, 0, 0)
+    page = in_sequence(chain[0], kv) if chain[0].key.channel_offset else None
+    if page is None:
+        page = page_specification.encode(chain[0], x, PAGE_SIZE)
     stages = []
     for before, page_format in zip([chain[0], *chain], chain, strict=False):
         if page_format is not before:
             page = page_specification.convert(before, page_format, page, dims, PAGE_SIZE)
         stages.append(page_specification.decode(page_format, page, dims).reshape(kv.shape))
     return stages
+
+
+def in_sequence(page_format: PageFormat, kv: Array) -> NDArray[np.uint8]:
+    """Pages of a format whose offsets come from the page before, as the heads of one page."""
+    _, heads, tokens, head_size = kv.shape
+    dims = 2, heads, PAGE_SIZE, head_size
+    pages = [page_specification.start_page(page_format, dims)]
+    for start in range(0, tokens, PAGE_SIZE):
+        x = kv[:, :, start : start + PAGE_SIZE]
+        pages[-1] = page_specification.write(page_format, pages[-1], dims, x, 0, 0)
+        following = page_specification.start_page(
+            page_format, dims, page_format, pages[-1], PAGE_SIZE
+        )
+        pages.append(following)
+    by_head = [page.reshape(heads, 1, -1) for page in pages[:-1]]
+    return np.concatenate(by_head, axis=1).reshape(-1)
 
 
 # -- measures

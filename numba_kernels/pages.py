@@ -136,12 +136,43 @@ def _write_page(description, address, source, x, first, count, fill, space):
     return clipped
 
 
+@njit
+def _set_offsets(region, half, rows, count, size):
+    """The mean of each channel, limited and rounded to float16."""
+    for i in range(size):
+        total = np.float32(0)
+        for j in range(count):
+            total += floats(rows, count * size)[j * size + i]
+        set_half(region + half.offsets + 2 * i, total / np.float32(max(count, 1)))
+
+
+@njit
+def _continue(description, address, before_description, before, valid, space):
+    """Give an empty page, where it has channel offsets, the means of the ``valid`` tokens before.
+
+    ``before``: address of the page that stands before it in its sequence.
+    """
+    page = read_page(before_description)
+    size = page.head_size
+    rest = space + page.page_size * size * 4
+    for which in range(2):
+        half, source = read_half(description, which), read_half(before_description, which)
+        if half.offsets == 0:
+            continue
+        for h in range(page.heads):
+            region = before + source.at + h * source.head
+            _load(page, source, which, region, space, 0, valid, rest)
+            clean(space, valid * size)
+            _set_offsets(address + half.at + h * half.head, half, space, valid, size)
+
+
 @on_demand("int64(" + ",".join(["int64"] * 9) + ")")
 def write(descriptions, layout, values, addresses, formats, fills, blocks, positions, space):
     """Write new tokens into the pages of each row of the batch; how many numbers were clipped.
 
     A finite number is clipped when it becomes the largest one of its format, or an infinity; an
-    infinity or NaN where the format has none.
+    infinity or NaN where the format has none. An empty page takes its channel offsets, where its
+    format has them, from the page before it in its row, if there is one that is not empty.
 
     Shapes:
         descriptions: (formats, WORDS) int64
@@ -150,7 +181,8 @@ def write(descriptions, layout, values, addresses, formats, fills, blocks, posit
         addresses:    (pages) int64
         formats:      (pages) int32
         fills:        (pages) int32, become the fills after the write
-        blocks:       (batch, Values.blocks) int64, places in the three arrays before
+        blocks:       (batch, Values.blocks) int64, places in the three arrays before; negative:
+                      no page, where none is written
         positions:    (batch) int64: the token of the sequence that ``values`` begins with
         space:        ``workspace_size`` bytes
     """
@@ -167,6 +199,19 @@ def write(descriptions, layout, values, addresses, formats, fills, blocks, posit
             description = descriptions + 8 * WORDS * carray(int32_at(formats + 4 * at), (1,))[0]
             address = carray(int64_at(addresses + 8 * at), (1,))[0]
             fill = carray(int32_at(fills + 4 * at), (1,))
+            before = np.int64(-1)
+            if fill[0] == 0 and block > 0:
+                before = carray(int64_at(blocks + 8 * (b * x.blocks + block - 1)), (1,))[0]
+            valid = carray(int32_at(fills + 4 * before), (1,))[0] if before >= 0 else 0
+            if valid > 0:
+                _continue(
+                    description,
+                    address,
+                    descriptions + 8 * WORDS * carray(int32_at(formats + 4 * before), (1,))[0],
+                    carray(int64_at(addresses + 8 * before), (1,))[0],
+                    valid,
+                    space,
+                )
             source = values + b * x.batch_step + done * x.token_step
             clipped += _write_page(description, address, source, x, first, count, fill[0], space)
             fill[0] = max(fill[0], first + count)
@@ -190,16 +235,6 @@ def read(description, page_at, first, count, target, kind, half_step, head_step,
             to = target + which * half_step + h * head_step
             for j in range(count):
                 narrow_row(to + j * token_step, size, space + j * size * 4, kind)
-
-
-@njit
-def _set_offsets(region, half, rows, count, size):
-    """The mean of each channel, limited and rounded to float16."""
-    for i in range(size):
-        total = np.float32(0)
-        for j in range(count):
-            total += floats(rows, count * size)[j * size + i]
-        set_half(region + half.offsets + 2 * i, total / np.float32(max(count, 1)))
 
 
 @on_demand("int64(" + ",".join(["int64"] * 6) + ")")

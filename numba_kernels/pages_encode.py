@@ -133,9 +133,15 @@ def _fit(at, half, codes, line, count):
 
 
 @njit
+def _middle(at, half):
+    """The midpoint beside the scale at ``at``."""
+    return half_at(at + half.midpoint) if half.midpoint else _ZERO
+
+
+@njit
 def _widen(at, half, codes, least, most):
     """Give a group a range that has new values in it as well; its scale and midpoint."""
-    d, middle = half_at(at), half_at(at + half.midpoint)
+    d, middle = half_at(at), _middle(at, half)
     low = middle - d * (codes.center - codes.lowest)
     high = middle + d * (codes.highest - codes.center)
     new_low, new_high = min(low, least), max(high, most)
@@ -145,6 +151,9 @@ def _widen(at, half, codes, least, most):
     if most > high:
         new_high += margin
     new_low, new_high = limited(new_low), limited(new_high)
+    if half.midpoint == 0:
+        largest = max(abs(new_low), abs(new_high))
+        return _store(at, half, codes, largest / (codes.highest - codes.center), new_low)
     return _store(at, half, codes, (new_high - new_low) / codes.highest, new_low)
 
 
@@ -188,7 +197,7 @@ def _by_channel(which, half, region, size, rows, first, count, valid, plane, lin
         if not kept:
             d, middle = _fit(at, half, codes, line, count)
         else:
-            d, middle = half_at(at), half_at(at + half.midpoint)
+            d, middle = half_at(at), _middle(at, half)
             reach = d * (codes.highest - codes.center + np.float32(0.5))
             least = most = x[0]
             fits = True
@@ -245,13 +254,11 @@ def decode(which, half, region, size, first, count, rows, space):
             for begin in range(0, size, half.group):
                 at = region + begin // half.group * half.step + 2 * t
                 d = half_at(at)
-                middle = half_at(at + half.midpoint) if half.midpoint else _ZERO
+                middle = _middle(at, half)
                 for i in range(begin, min(begin + half.group, size)):
                     x[i] = (np.float32(row[i]) - codes.center) * d + middle
         else:
             at = region + t // half.group * half.step
             for i in range(size):
-                d, middle = half_at(at + 2 * i), _ZERO
-                if half.midpoint:
-                    middle = half_at(at + half.midpoint + 2 * i)
+                d, middle = half_at(at + 2 * i), _middle(at + 2 * i, half)
                 x[i] = (np.float32(row[i]) - codes.center) * d + middle

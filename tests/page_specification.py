@@ -75,6 +75,28 @@ def write(
     return pack(halves)
 
 
+def start_page(
+    page_format: PageFormat,
+    dims: tuple[int, int, int, int],
+    before: PageFormat | None = None,
+    page_before: np.ndarray | None = None,
+    fill_before: int = 0,
+) -> np.ndarray:
+    """An empty page that continues a sequence behind another page, or begins one.
+
+    Its channel offsets are the means of the page before, as that page is stored.
+    """
+    page = np.zeros(page_format.page_bytes(dims), np.uint8)
+    if page_format.is_float or before is None or fill_before == 0:
+        return page
+    halves = unpack(page_format, page, dims)
+    stored = decode(before, page_before, dims)[:, :, :fill_before]
+    for half, values in zip(halves, stored, strict=True):
+        if half.encoding.channel_offset:
+            half.channel_offsets[:] = mean(clean(values))
+    return pack(halves)
+
+
 def decode(page_format: PageFormat, page: np.ndarray, dims: tuple[int, ...]) -> np.ndarray:
     """All tokens of a page as float32; those beyond its fill mean nothing."""
     if page_format.is_float:

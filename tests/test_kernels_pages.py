@@ -262,6 +262,32 @@ def test_offsets_of_channels_help_keys_that_are_far_from_zero():
     assert with_offsets < without / 4
 
 
+@pytest.mark.parametrize("before", ["FLOAT16", "INT4T", "INT2"])
+def test_an_empty_page_takes_its_offsets_from_the_page_before(before):
+    dims = (2, 2, 64, 64)
+    x = tokens(dims, 2 * 64, seed=15) + np.linspace(-9, 9, 64, dtype=np.float32)
+    first, second = formats.BUILTIN[before], formats.INT4T
+    for split in (128, 64, 1):  # written at once, page by page, token by token
+        table = Table(dims, [before, "INT4T"])
+        for start in range(0, 128, split):
+            table.write([0, 1], x[:, :, start : start + split], start)
+        page = spec.start_page(second, dims, first, table.raw[0], 64)
+        expected = spec.write(second, page, dims, x[:, :, 64:], 0, 0)
+        np.testing.assert_array_equal(table.raw[1], expected)
+        assert np.abs(page).any()
+
+
+def test_a_page_whose_predecessor_is_missing_or_empty_has_no_offsets():
+    dims = (2, 2, 64, 64)
+    x = tokens(dims, seed=16)
+    alone = Table(dims, ["INT4T"])
+    alone.write([0], x, 0)
+    for blocks in ([-1, 1], [0, 1]):
+        table = Table(dims, ["FLOAT16", "INT4T"])
+        table.write(blocks, x, 64)
+        np.testing.assert_array_equal(table.raw[1], alone.raw[0])
+
+
 def draw(rng, dims, count):
     """Tokens of one of several kinds: gaussian, with strong channels, tiny, large, constant."""
     x = rng.standard_normal((2, dims[1], count, dims[3])).astype(np.float32)
