@@ -142,9 +142,9 @@ class Emitter:
         """The larger numbers; those of ``b`` where ``a`` is NaN."""
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
-    def prefetch(self, address: Value) -> None:
-        """Ask for a line of memory, into the second-level cache: the first one it would flood."""
-        numbers = [ir.Constant(_INT32, n) for n in (0, 2, 1)]
+    def prefetch(self, address: Value, near: bool = False) -> None:
+        """Ask for a line of memory, into the second-level cache; ``near``: into the first one."""
+        numbers = [ir.Constant(_INT32, n) for n in (0, 3 if near else 2, 1)]
         pointer = self.builder.inttoptr(address, _INT8.as_pointer())
         self._intrinsic("llvm.prefetch.p0", ir.VoidType(), [pointer, *numbers])
 

@@ -29,7 +29,6 @@ BLOCK_BYTES = block_bytes(BITS, SCALE, CORRECTION)
 GROUPS = product.PANEL // 16  # vectors of outputs in a panel
 _VECTORS = 2 * BITS  # of 64 bytes: codes of 16 outputs in a block
 _CODES = 64 * _VECTORS // 2  # bytes
-_LINES = (BLOCK_BYTES + 63) // 64
 
 _I = types.int64
 
@@ -50,14 +49,9 @@ def _multiply(typing_context, weights, blocks, rows, row, sums, end, following):
             b.store(e.constant(0.0), place)
         starts = [e.add(rows, e.times(row, r)) for r in range(ROWS)]
         tables = [e.add(start, e.times(blocks, PLANES * BLOCK)) for start in starts]
-        turn = b.sub(following, end)
         with e.loop(blocks) as index:
             at = e.add(weights, e.times(index, BLOCK_BYTES))
-            ahead = e.add(at, product.AHEAD)
-            passed = b.icmp_signed(">=", ahead, end)
-            ahead = b.select(passed, e.add(ahead, turn), ahead)
-            for line in range(_LINES):
-                e.prefetch(e.add(ahead, 64 * line))
+            product.ask_ahead(e, at, BLOCK_BYTES, end, following)
             codes = {g: _load_codes(e, e.add(at, g * _CODES)) for g in range(GROUPS)}
             scales = {
                 g: e.scales(e.add(at, GROUPS * _CODES + 16 * g * SIZES[SCALE]), SCALE)

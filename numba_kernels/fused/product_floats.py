@@ -37,7 +37,6 @@ def _multiply(typing_context, weights, inputs, rows, row, sums, end, following):
         for key in keys:
             b.store(e.constant(0.0), totals[key])
         starts = [e.add(rows, e.times(row, r)) for r in range(ROWS)]
-        turn = b.sub(following, end)
         with e.loop(e.groups(inputs, STEP)) as step:
             begin = e.times(step, STEP)
             for key in keys:
@@ -45,11 +44,7 @@ def _multiply(typing_context, weights, inputs, rows, row, sums, end, following):
             with e.loop(e.least(e.whole(STEP), b.sub(inputs, begin))) as index:
                 number = e.add(begin, index)
                 at = e.add(weights, e.times(number, INPUT_BYTES))
-                ahead = e.add(at, product.AHEAD)
-                passed = b.icmp_signed(">=", ahead, end)
-                ahead = b.select(passed, e.add(ahead, turn), ahead)
-                for line in range(INPUT_BYTES // 64):
-                    e.prefetch(e.add(ahead, 64 * line))
+                product.ask_ahead(e, at, INPUT_BYTES, end, following)
                 values = [e.scales(e.add(at, 16 * g * SIZES[KIND]), KIND) for g in range(GROUPS)]
                 for r in range(ROWS):
                     activation = e.load_all(e.add(starts[r], e.times(number, 4)))
