@@ -13,10 +13,9 @@ what it holds when it is old enough. Attention itself is float32 here.
 llama.cpp's q4_0, q5_1 and q8_0 take part where llama-cpp-python is installed.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import sys
 import time
@@ -35,9 +34,9 @@ import weights  # noqa: E402
 from config import SMOLLM2_135M  # noqa: E402
 from teacher import Array, Cache, Teacher, Visible, exact  # noqa: E402
 
-from onnx_inplace import formats  # noqa: E402
+from onnx_inplace import Session, formats  # noqa: E402
 from onnx_inplace.compiler.formats import PageFormat  # noqa: E402
-from onnx_inplace.runner.pages import PagedCache  # noqa: E402
+from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, Paged, kv, model  # noqa: E402
 
 PEER = importlib.util.find_spec("llama_cpp") is not None
 if PEER:
@@ -122,12 +121,12 @@ def cache_of(policy: Policy, specification: bool) -> Cache:
     decode = by_specification if specification else by_pages
 
     def cache(keys: Array, values: Array) -> Visible:
-        kv = np.stack([keys, values])
-        stages = decode(kv, policy.chain)
-        first = None if policy.first is None else decode(kv[:, :, :PAGE_SIZE], [policy.first])[0]
+        x = np.stack([keys, values])
+        stages = decode(x, policy.chain)
+        first = None if policy.first is None else decode(x[:, :, :PAGE_SIZE], [policy.first])[0]
 
         def visible(newest: int) -> tuple[Array, Array]:
-            seen = np.empty_like(kv[:, :, : (newest + 1) * PAGE_SIZE])
+            seen = np.empty_like(x[:, :, : (newest + 1) * PAGE_SIZE])
             for page in range(newest + 1):
                 rows = slice(page * PAGE_SIZE, (page + 1) * PAGE_SIZE)
                 seen[:, :, rows] = stages[policy.stage(newest - page)][:, :, rows]
@@ -140,51 +139,66 @@ def cache_of(policy: Policy, specification: bool) -> Cache:
     return cache
 
 
-def by_pages(kv: Array, chain: list[PageFormat]) -> list[Array]:
+def by_pages(x: Array, chain: list[PageFormat]) -> list[Array]:
     """What pages of the runner decode to in each format of a chain: [2, heads, tokens, head_size].
 
     The first format of a chain is appendable: a page that is written at once is what it would be
     token by token.
     """
-    _, heads, tokens, head_size = kv.shape
-    cache = PagedCache((2, heads, PAGE_SIZE, head_size), np.float32, set(chain))
-    stages = [np.empty_like(kv) for _ in chain]
-    for start in range(0, tokens, PAGE_SIZE):
-        rows = slice(start, start + PAGE_SIZE)
-        page = cache.allocate_page(chain[0])
-        cache.write(page, kv[:, :, rows], 0)
-        for place, stage in enumerate(stages):
-            if place:
-                cache.convert(page, chain[place])
-            stage[:, :, rows] = cache.decode(page)
+    session = writer(tuple(chain))
+    cache = session.allocate("cache")
+    pages = x.shape[2] // PAGE_SIZE
+    with session.bind(cache=cache) as step:
+        step.run(table=np.arange(pages), values=x)
+    stages = []
+    for place, page_format in enumerate(chain):
+        for page in range(pages if place else 0):
+            cache.convert(page, page_format)
+        stages.append(np.concatenate([cache.page(page).decode() for page in range(pages)], axis=2))
     return stages
 
 
-def by_specification(kv: Array, chain: list[PageFormat]) -> list[Array]:
+@functools.cache
+def writer(chain: tuple[PageFormat, ...]) -> Session:
+    """Writes a layer's K and V into pages of the first format, which may become the other ones."""
+    heads, head_size = SMOLLM2_135M.kv_heads, SMOLLM2_135M.head_size
+    Pages = Paged[(FLOAT[2, heads, PAGE_SIZE, head_size], *chain)]
+
+    @model
+    def write(
+        cache: Mutable[Pages], table: INT64["blocks"], values: FLOAT[2, heads, "tokens", head_size]
+    ) -> Alias["cache"]:
+        updated = kv.PagedCacheUpdate(cache, table, values, 0, quantized_type=chain[0].name)
+        return updated
+
+    return Session(write)
+
+
+def by_specification(x: Array, chain: list[PageFormat]) -> list[Array]:
     """The same by the numpy specification: all pages as the heads of one page."""
-    _, heads, tokens, head_size = kv.shape
+    _, heads, tokens, head_size = x.shape
     pages = tokens // PAGE_SIZE
-    x = kv.reshape(2, heads * pages, PAGE_SIZE, head_size)
-    dims = x.shape
-    page = in_sequence(chain[0], kv) if chain[0].key.channel_offset else None
+    by_page = x.reshape(2, heads * pages, PAGE_SIZE, head_size)
+    dims = by_page.shape
+    page = in_sequence(chain[0], x) if chain[0].key.channel_offset else None
     if page is None:
-        page = page_specification.encode(chain[0], x, PAGE_SIZE)
+        page = page_specification.encode(chain[0], by_page, PAGE_SIZE)
     stages = []
     for before, page_format in zip([chain[0], *chain], chain, strict=False):
         if page_format is not before:
             page = page_specification.convert(before, page_format, page, dims, PAGE_SIZE)
-        stages.append(page_specification.decode(page_format, page, dims).reshape(kv.shape))
+        stages.append(page_specification.decode(page_format, page, dims).reshape(x.shape))
     return stages
 
 
-def in_sequence(page_format: PageFormat, kv: Array) -> NDArray[np.uint8]:
+def in_sequence(page_format: PageFormat, x: Array) -> NDArray[np.uint8]:
     """Pages of a format whose offsets come from the page before, as the heads of one page."""
-    _, heads, tokens, head_size = kv.shape
+    _, heads, tokens, head_size = x.shape
     dims = 2, heads, PAGE_SIZE, head_size
     pages = [page_specification.start_page(page_format, dims)]
     for start in range(0, tokens, PAGE_SIZE):
-        x = kv[:, :, start : start + PAGE_SIZE]
-        pages[-1] = page_specification.write(page_format, pages[-1], dims, x, 0, 0)
+        new = x[:, :, start : start + PAGE_SIZE]
+        pages[-1] = page_specification.write(page_format, pages[-1], dims, new, 0, 0)
         following = page_specification.start_page(
             page_format, dims, page_format, pages[-1], PAGE_SIZE
         )

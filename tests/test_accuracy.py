@@ -62,6 +62,18 @@ def test_what_is_seen_is_stored_as_the_policy_says(policy: accuracy.Policy) -> N
             assert 0.9 * errors[expected.name] < found < 1.1 * errors[expected.name]
 
 
+@pytest.mark.kernel
+@pytest.mark.parametrize("policy", accuracy.POLICIES, ids=lambda policy: policy.name)
+def test_the_runner_stores_what_the_specification_says(policy: accuracy.Policy) -> None:
+    """Every stage of every page, through a model that writes and the owner who converts."""
+    x = np.random.default_rng(2).standard_normal((2, 3, 384, 64), dtype=np.float32) + 1
+    stored, specified = (
+        decode(x, policy.chain) for decode in (accuracy.by_pages, accuracy.by_specification)
+    )
+    for ours, expected in zip(stored, specified, strict=True):
+        np.testing.assert_array_equal(ours, expected)
+
+
 def test_what_is_seen_does_not_depend_on_later_tokens() -> None:
     page = accuracy.PAGE_SIZE
     x = np.random.default_rng(1).standard_normal((2, 1, 4 * page, 64), dtype=np.float32)
