@@ -15,12 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import onnx_ir as ir
 import sympy
 
-from onnx_inplace.compiler import conditions, extents
+from onnx_inplace.compiler import conditions, extents, symbols
 from onnx_inplace.compiler.conditions import Kind, Linear, Requirement
+from onnx_inplace.compiler.control import bodies, is_control
 from onnx_inplace.compiler.diagnosis import Locate
 from onnx_inplace.compiler.errors import Finding
-from onnx_inplace.compiler.knowledge import bodies, is_control
-from onnx_inplace.compiler.sizes import Size
 
 
 class Verdict(enum.Enum):
@@ -186,7 +185,7 @@ class _Judge:
             size = self.known.size(value, axis)
             if size is None:
                 return None
-            total += factor * expression(size)
+            total += factor * symbols.expression(size)
         return sympy.expand(total)
 
     def terms(self, terms: Sequence[Linear]) -> list[sympy.Expr | None]:
@@ -207,7 +206,7 @@ class _Judge:
             return self.sums[value]
         size = self.known.integer(value)
         if size is not None:
-            return expression(size)
+            return symbols.expression(size)
         is_number = value.is_graph_input() and value.dtype in _INTEGERS
         if is_number and value.shape is not None and len(value.shape) == 0:
             return sympy.Symbol(f"{value.name}", integer=True)
@@ -237,22 +236,6 @@ _ARITHMETIC = {
     "Sub": lambda a, b: a - b,
     "Mul": lambda a, b: a * b,
 }
-
-
-def expression(size: Size) -> sympy.Expr:
-    """A size with symbols for the names of dimensions."""
-    if isinstance(size, int):
-        return sympy.Integer(size)
-    if isinstance(size, str):
-        return sympy.Symbol(size, integer=True, nonnegative=True)
-    left, right = expression(size.left), expression(size.right)
-    if size.operator == "+":
-        return left + right
-    if size.operator == "-":
-        return left - right
-    if size.operator == "*":
-        return left * right
-    return sympy.floor(left / right)
 
 
 def _extreme(number: sympy.Expr, counters: _Counters, *, largest: bool) -> sympy.Expr | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import onnx_ir as ir
 
-from onnx_inplace.compiler import contract
+from onnx_inplace.compiler import contract, control
 from onnx_inplace.compiler.contract import Access, Effect, OutputAlias
 
 Block = ir.Graph | ir.Function
@@ -98,15 +98,6 @@ def carried_ports(node: ir.Node) -> list[tuple[int, ir.Value, ir.Value]]:
     return list(zip(ports, formals[:count], results[:count], strict=True))
 
 
-def blocks(node: ir.Node) -> Iterator[ir.Graph]:
-    """The graphs that a node holds, in order."""
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH:
-            yield attribute.as_graph()
-        elif attribute.type == ir.AttributeType.GRAPHS:
-            yield from attribute.as_graphs()
-
-
 class Classes:
     """The walk and what it found.
 
@@ -176,7 +167,7 @@ class Classes:
         if node.domain == "" and node.op_type in ("Loop", "Scan"):
             return self._repeated(node)
         written: dict[ir.Value, ir.Node] = {}
-        for graph in blocks(node):
+        for graph in control.bodies(node):
             for root, writer in self._walk(graph).items():
                 written.setdefault(root, writer)
         if node.domain == "" and node.op_type == "If":

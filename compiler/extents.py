@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_inplace.compiler import extent_rules, sizes
-from onnx_inplace.compiler.knowledge import bodies, is_control
+from onnx_inplace.compiler.control import bodies, is_control
 from onnx_inplace.compiler.sizes import Partial, Shape, Size
 
 _SMALL = 1024  # elements of a constant that may be a shape, axes or a position

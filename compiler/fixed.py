@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 import onnx
 import onnx_ir as ir
 
-from onnx_inplace.compiler import flat
+from onnx_inplace.compiler import control
+from onnx_inplace.compiler.knowledge import RANDOM
 
 # Inputs whose content decides the shape of a result. None: any input may.
 _CONTENT: dict[str, tuple[int, ...] | None] = {
@@ -84,14 +85,6 @@ _SHAPE: dict[str, tuple[int, ...]] = {
     "TensorScatter": (0,),
     "Trilu": (0,),
 }
-_RANDOM = {
-    "Bernoulli",
-    "Multinomial",
-    "RandomNormal",
-    "RandomNormalLike",
-    "RandomUniform",
-    "RandomUniformLike",
-}
 _RESULT_FOLLOWS_SHAPES = {
     ("com.microsoft", name)
     for name in (
@@ -134,7 +127,7 @@ class FixedShapes:
 
     def _visit(self, graph: ir.Graph) -> None:
         for node in graph:
-            bodies = flat.inner_graphs(node)
+            bodies = control.bodies(node)
             for body in bodies:  # a formal's shape may change from round to round
                 self._shape.update(v for v in body.inputs if self.known(v))
                 self._visit(body)
@@ -157,7 +150,7 @@ class FixedShapes:
     def _content_follows(self, node: ir.Node) -> bool:
         if node.domain == "" and node.op_type in ("Shape", "Size"):
             return node.inputs[0] in self._shape
-        if node.domain or node.op_type in _RANDOM or not onnx.defs.has(node.op_type):
+        if node.domain or node.op_type in RANDOM or not onnx.defs.has(node.op_type):
             return False
         return self._all_content(node.inputs)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from onnx_inplace.compiler import calls, contract, errors, inference
+from onnx_inplace.compiler import calls, contract, control, errors, inference
 
 
 def flatten(model: ir.Model) -> None:
@@ -49,15 +49,10 @@ def _is_inlined(function: ir.Function) -> bool:
     return not is_operator(function)
 
 
-def inner_graphs(node: ir.Node) -> list[ir.Graph]:
-    """Branches or bodies of a node."""
-    return [a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH]
-
-
 def captures(node: ir.Node) -> list[ir.Value]:
     """Values that a node needs: its inputs, and what its bodies take from outside of the node."""
     needed = [v for v in node.inputs if v is not None]
-    for graph in inner_graphs(node):
+    for graph in control.bodies(node):
         inside = {*graph.inputs, *graph.initializers.values()}
         inside.update(v for inner in graph for v in inner.outputs)
         needed += [v for inner in graph for v in captures(inner) if v not in inside]
@@ -85,7 +80,7 @@ def _return_new_values(function: ir.Function) -> None:
 def _forget_symbols(function: ir.Function) -> None:
     """A dimension's name means nothing in the caller, which may use the same for another."""
     for node in function.all_nodes():
-        inner = [v for graph in inner_graphs(node) for v in (*graph.inputs, *graph.outputs)]
+        inner = [v for graph in control.bodies(node) for v in (*graph.inputs, *graph.outputs)]
         for value in (*node.outputs, *inner):
             if value.shape is not None:
                 dims = [d if isinstance(d, int) else None for d in value.shape]
@@ -95,7 +90,7 @@ def _forget_symbols(function: ir.Function) -> None:
 def _lift_initializers(graph: ir.Graph) -> None:
     """Move initializers of bodies to the main graph, under a name that is free there."""
     for node in graph.all_nodes():
-        for inner in inner_graphs(node):
+        for inner in control.bodies(node):
             for name in list(inner.initializers):
                 value = inner.initializers[name]
                 if value.is_graph_input() or value.is_graph_output():
@@ -115,7 +110,7 @@ def _unique_names(graph: ir.Graph) -> None:
     _name([*graph.inputs, *graph.outputs, *graph.initializers.values()], taken)
     _name([v for node in graph for v in node.outputs if not v.is_graph_output()], taken)
     for node in graph:
-        for inner in inner_graphs(node):
+        for inner in control.bodies(node):
             _unique_body_names(inner, taken)
 
 
@@ -124,7 +119,7 @@ def _unique_body_names(graph: ir.Graph, taken: set[str]) -> None:
     _name([*graph.inputs, *graph.initializers.values()], taken)
     _name([v for node in graph for v in node.outputs if v not in inside], taken)
     for node in graph:
-        for inner in inner_graphs(node):
+        for inner in control.bodies(node):
             _unique_body_names(inner, taken)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 
-from onnx_inplace.compiler import conditions, flat, integrity, loader, sizes, workspace
+from onnx_inplace.compiler import conditions, control, flat, integrity, loader, sizes, workspace
 from onnx_inplace.compiler.conditions import Kind, Linear, Requirement
 from onnx_inplace.compiler.memory import BlockUse, Fit, Footprint, Item, Use
 from onnx_inplace.compiler.notes import Copied
@@ -202,7 +202,7 @@ class _Collector:
                     alive = sizes.operation("+", alive, size)
                     ends.setdefault(last[output], []).append(size)
             found[alive] = None
-            for body in flat.inner_graphs(node):
+            for body in control.bodies(node):
                 for more in self.inside(list(body), set()):
                     found[sizes.operation("+", alive, more)] = None
             for size in ends.pop(index, ()):

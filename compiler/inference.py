@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 import onnx
 import onnx_ir as ir
 
-from onnx_inplace.compiler import contract, errors, paged_rules, paged_types, weights
+from onnx_inplace.compiler import contract, control, errors, paged_rules, paged_types, weights
 
 _PAYLOAD = 1024  # [bytes] smaller weights may be shapes or axes and take part with their values
 _MICROSOFT = "com.microsoft"
@@ -66,10 +66,8 @@ def infer(model: ir.Model) -> None:
             types[info.name] = info.type
     keep = {*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()}
     for node in model.graph.all_nodes():
-        bodies = [
-            a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH
-        ]
-        for value in (*node.outputs, *(v for body in bodies for v in body.inputs)):
+        formals = (v for body in control.bodies(node) for v in body.inputs)
+        for value in (*node.outputs, *formals):
             found = types.get(value.name or "")
             if value.name in pages:
                 continue
@@ -87,9 +85,8 @@ def _values(graph: ir.Graph) -> Iterator[ir.Value]:
     yield from graph.inputs
     for node in graph.all_nodes():
         yield from node.outputs
-        for attribute in node.attributes.values():
-            if attribute.type == ir.AttributeType.GRAPH:
-                yield from attribute.as_graph().inputs
+        for body in control.bodies(node):
+            yield from body.inputs
 
 
 def _show_pages(graph: onnx.GraphProto, pages: Mapping[str, ir.Value]) -> None:

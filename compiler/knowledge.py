@@ -8,16 +8,16 @@ cost more than the check is worth.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 
 import onnx_ir as ir
 
 from onnx_inplace.compiler import contract
 from onnx_inplace.compiler.contract import Effect
+from onnx_inplace.compiler.control import bodies, is_control, ports, present
 
 LARGE = 1 << 20  # bytes
-_RANDOM = {
+RANDOM = {
     "Bernoulli",
     "Multinomial",
     "RandomNormal",
@@ -30,87 +30,18 @@ _FORWARDS = {(contract.DOMAIN, "Assign"): 1, (contract.DOMAIN, "Copy"): 0}
 """Operators of ours whose result is one of their inputs, as a value."""
 
 
-def is_control(node: ir.Node) -> bool:
-    """Whether a node has branches or a body that are executed by their own rules."""
-    return node.domain == "" and node.op_type in ("If", "Loop", "Scan")
-
-
-def bodies(node: ir.Node) -> list[ir.Graph]:
-    """Branches or body of a node; of an If: then, else."""
-    if node.op_type == "If":
-        return [node.attributes[name].as_graph() for name in ("then_branch", "else_branch")]
-    return [a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH]
-
-
 def forwarded(node: ir.Node) -> ir.Value | None:
     """The input that an operator of ours gives back as a value."""
     port = _FORWARDS.get((node.domain, node.op_type))
     return None if port is None else node.inputs[port]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ports:
-    """How values go through a Loop or Scan.
-
-    Attributes:
-        steering: values that decide how often the body runs: outside of it, and inside.
-        carried: (initial, parameter of the body, result of the body, output) of every carried
-            value.
-        scanned: (sequence, element) of every sequence that is taken apart.
-        stacked: (result of the body, output) of every sequence that is put together.
-        own: parameters of the body that the node itself sets.
-    """
-
-    steering: tuple[ir.Value, ...]
-    inner_steering: tuple[ir.Value, ...]
-    carried: tuple[tuple[ir.Value, ir.Value, ir.Value, ir.Value], ...]
-    scanned: tuple[tuple[ir.Value, ir.Value], ...]
-    stacked: tuple[tuple[ir.Value, ir.Value], ...]
-    own: tuple[ir.Value, ...]
-
-
-def ports(node: ir.Node) -> Ports:
-    """The ports of a Loop or Scan."""
-    body = node.attributes["body"].as_graph()
-    if node.op_type == "Loop":
-        initial = _present(node.inputs[2:])
-        n = len(initial)
-        return Ports(
-            steering=tuple(v for v in node.inputs[:2] if v is not None),
-            inner_steering=(body.outputs[0],),
-            carried=tuple(
-                zip(
-                    initial, body.inputs[2:], body.outputs[1 : 1 + n], node.outputs[:n], strict=True
-                )
-            ),
-            scanned=(),
-            stacked=tuple(zip(body.outputs[1 + n :], node.outputs[n:], strict=True)),
-            own=tuple(body.inputs[:2]),
-        )
-    given = _present(node.inputs)
-    n = len(given) - node.attributes["num_scan_inputs"].as_int()
-    return Ports(
-        steering=(),
-        inner_steering=(),
-        carried=tuple(
-            zip(given[:n], body.inputs[:n], body.outputs[:n], node.outputs[:n], strict=True)
-        ),
-        scanned=tuple(zip(given[n:], body.inputs[n:], strict=True)),
-        stacked=tuple(zip(body.outputs[n:], node.outputs[n:], strict=True)),
-        own=(),
-    )
-
-
-def _present(values: Iterable[ir.Value | None]) -> tuple[ir.Value, ...]:
-    return tuple(v for v in values if v is not None)
-
-
-def captures(node: ir.Node) -> Iterator[ir.Value]:
-    """Values that a node needs: its inputs, and whatever is named inside of its bodies."""
-    yield from _present(node.inputs)
+def mentioned(node: ir.Node) -> Iterator[ir.Value]:
+    """Values that a node and its bodies name, those included that the bodies make."""
+    yield from present(node.inputs)
     for body in bodies(node):
         for inner in body:
-            yield from captures(inner)
+            yield from mentioned(inner)
         yield from body.outputs
 
 
@@ -163,18 +94,18 @@ class Knowledge:
         elif rule is not None and rule.effect is Effect.WRITE and self._on_storage(node.outputs):
             root = next(self._root_of[v] for v in node.outputs if v in self._root_of)
             reason = f"`{root.name}` is written before it is read"
-        elif node.domain == "" and node.op_type in _RANDOM:
+        elif node.domain == "" and node.op_type in RANDOM:
             reason = f"{node.op_type} is not repeatable"
         elif node.domain not in _LIBRARY:
             reason = f"{node.domain}::{node.op_type} runs in a kernel"
-        elif node.op_type in _READERS and self._on_storage(_present(node.inputs)):
+        elif node.op_type in _READERS and self._on_storage(present(node.inputs)):
             reason = f"{node.op_type} reads storage in a kernel"
         else:
-            reason = self._first(captures(node))
+            reason = self._first(mentioned(node))
         self._mark(node.outputs, reason)
 
     def _branch(self, node: ir.Node) -> None:
-        reason = self._first(_present(node.inputs))
+        reason = self._first(present(node.inputs))
         if reason is not None:
             self._unsteered[node] = reason
         for output, results in zip(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
 
-from onnx_inplace.compiler import flat, partition
+from onnx_inplace.compiler import control, partition
 from onnx_inplace.compiler.steps import (
     Block,
     Branch,
@@ -27,7 +27,7 @@ def escaping(graph: ir.Graph, facts: partition.Facts) -> set[ir.Value]:
     """
     found = set(graph.outputs)
     for node in graph:
-        bodies = flat.inner_graphs(node)
+        bodies = control.bodies(node)
         if bodies and facts.is_special(node):
             found.update(v for v in node.inputs if v is not None)
             for body in bodies:

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import sympy
 
-from onnx_inplace.compiler import arena, sizes
+from onnx_inplace.compiler import arena, sizes, symbols
 from onnx_inplace.compiler.errors import BindingError, ContractError, Finding, Location
 from onnx_inplace.compiler.sizes import Size
 
@@ -175,14 +175,14 @@ class Footprint:
 
     def _formulas(self, dims: Mapping[str, int]) -> Memory:
         def whole(terms: Sequence[Size]) -> Bytes:
-            return _formula(_sum(terms), dims)
+            return symbols.expression(_sum(terms), dims)
 
-        passing = _largest([_formula(size, dims) for size in _alive_formulas(self.block)])
+        passing = _largest([symbols.expression(size, dims) for size in _alive_formulas(self.block)])
         buffers: Bytes = 0
         for block in self.block.all():
             sums = _sums(block.buffers, len(block.steps))
-            buffers += _largest([_formula(size, dims) for size in dict.fromkeys(sums)])
-        workspace = _largest([_formula(size, dims) for size in self._workspaces()])
+            buffers += _largest([symbols.expression(size, dims) for size in dict.fromkeys(sums)])
+        workspace = _largest([symbols.expression(size, dims) for size in self._workspaces()])
         return Memory(
             whole(self.caches), buffers + passing, workspace, 0, whole(self.copied), self.unknown
         )
@@ -235,27 +235,6 @@ def _sum(terms: Sequence[Size]) -> Size:
     for term in terms:
         total = sizes.operation("+", total, term)
     return total
-
-
-def _formula(size: Size, dims: Mapping[str, int]) -> sympy.Expr:
-    """A size with numbers for the dimensions that are given."""
-    if isinstance(size, int):
-        return sympy.Integer(size)
-    if isinstance(size, str):
-        given = dims.get(size)
-        return (
-            sympy.Symbol(size, integer=True, nonnegative=True)
-            if given is None
-            else (sympy.Integer(given))
-        )
-    left, right = _formula(size.left, dims), _formula(size.right, dims)
-    if size.operator == "+":
-        return left + right
-    if size.operator == "-":
-        return left - right
-    if size.operator == "*":
-        return left * right
-    return sympy.floor(left / right) if right != 0 else sympy.Integer(0)
 
 
 def _largest(formulas: Sequence[sympy.Expr]) -> sympy.Expr:

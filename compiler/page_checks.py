@@ -25,9 +25,10 @@ from onnx_inplace.compiler import (
     slicing,
 )
 from onnx_inplace.compiler.check_nodes import Measured
+from onnx_inplace.compiler.control import bodies, is_control
 from onnx_inplace.compiler.errors import ContractError, Finding
 from onnx_inplace.compiler.extents import Extents
-from onnx_inplace.compiler.knowledge import Knowledge, bodies, is_control
+from onnx_inplace.compiler.knowledge import Knowledge
 from onnx_inplace.compiler.sizes import Size
 
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onnx_inplace.compiler import alias, contract, flat
+from onnx_inplace.compiler import alias, contract, control, flat
 from onnx_inplace.compiler.contract import Effect
 from onnx_inplace.compiler.paged_types import is_paged
 
@@ -74,7 +74,7 @@ class Facts:
         """Whether a kernel of ours executes the node: it writes a root, or reads its valid part."""
         if node.domain == contract.DOMAIN:
             return True
-        if flat.inner_graphs(node) or self.is_view(node):
+        if control.bodies(node) or self.is_view(node):
             return False
         if any(v in self.roots for v in node.outputs):
             return True
@@ -93,7 +93,7 @@ class Facts:
                 or self.is_view(node)
                 or node in self._aliases.stateful
                 or any(map(is_paged, (*node.inputs, *node.outputs)))
-                or any(self.is_special(n) for graph in flat.inner_graphs(node) for n in graph)
+                or any(self.is_special(n) for graph in control.bodies(node) for n in graph)
             )
         return self._special[node]
 
@@ -106,7 +106,7 @@ class Facts:
     def _find_touches(self, node: ir.Node) -> tuple[frozenset[ir.Value], frozenset[ir.Value]]:
         if self.is_view(node):
             return frozenset(), frozenset()
-        bodies = flat.inner_graphs(node)
+        bodies = control.bodies(node)
         reads = {self.roots[v] for v in node.inputs if v in self.roots}
         writes: set[ir.Value] = set()
         if not bodies:

@@ -17,8 +17,8 @@ from onnx_inplace.compiler import (
     attributes,
     calls,
     contract,
+    control,
     fixed,
-    flat,
     footprint,
     integrity,
     lifetimes,
@@ -148,7 +148,7 @@ class _Planner:
                     if value.is_initializer():
                         self.used[value] = self.used.get(value, 0) + 1
                 continue
-            inner = flat.inner_graphs(batch)
+            inner = control.bodies(batch)
             self.outside.update(v for v in batch.inputs if v is not None and v.is_initializer())
             self.outside.update(v for g in inner for v in g.outputs if v.is_initializer())
             bodies[batch] = tuple(self.order(g) for g in inner)

@@ -26,8 +26,9 @@ from onnx_inplace.compiler import (
     slicing,
 )
 from onnx_inplace.compiler.conditions import Kind, Linear, Requirement
+from onnx_inplace.compiler.control import bodies, is_control
 from onnx_inplace.compiler.errors import ContractError, Finding
-from onnx_inplace.compiler.knowledge import Knowledge, bodies, is_control
+from onnx_inplace.compiler.knowledge import Knowledge
 from onnx_inplace.compiler.page_checks import PageChecks
 from onnx_inplace.compiler.sizes import Size
 

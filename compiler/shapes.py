@@ -15,8 +15,8 @@ import onnx_ir as ir
 
 from onnx_inplace.compiler import classes, extents, loader, sizes
 from onnx_inplace.compiler.contract import Effect, rule
+from onnx_inplace.compiler.control import bodies, is_control
 from onnx_inplace.compiler.errors import ContractError, Finding
-from onnx_inplace.compiler.knowledge import bodies, is_control
 from onnx_inplace.compiler.sizes import Size
 
 

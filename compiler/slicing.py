@@ -16,14 +16,8 @@ import onnx_ir as ir
 
 from onnx_inplace.compiler import contract
 from onnx_inplace.compiler.check_nodes import CHECK_DOMAIN, Names, S, Writer
-from onnx_inplace.compiler.knowledge import (
-    Knowledge,
-    bodies,
-    captures,
-    forwarded,
-    is_control,
-    ports,
-)
+from onnx_inplace.compiler.control import bodies, is_control, ports
+from onnx_inplace.compiler.knowledge import Knowledge, forwarded, mentioned
 from onnx_inplace.compiler.sizes import Size
 
 
@@ -138,7 +132,7 @@ class Slicer(Generic[S]):
         if source is not None:
             return [source]
         if not is_control(node):
-            return list(captures(node))
+            return list(mentioned(node))
         k = list(node.outputs).index(value)
         if node.op_type == "If":
             return [*self._steering(node), *(body.outputs[k] for body in bodies(node))]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import onnx
 import onnx_ir as ir
 
-from onnx_inplace.compiler import errors, flat, integrity, weights
+from onnx_inplace.compiler import control, errors, flat, integrity, weights
 from onnx_inplace.compiler.extents import Extents
 from onnx_inplace.compiler.steps import Port, SubSession, Weight
 
@@ -82,10 +82,11 @@ def _name_nodes(proto: onnx.NodeProto, node: ir.Node) -> None:
     result = node.outputs[0].name if node.outputs else node.name
     proto.name = f"`{result}`" if source is None else f"`{result}` ({source})"
     proto.ClearField("metadata_props")
-    bodies = [a.g for a in proto.attribute if a.type == onnx.AttributeProto.GRAPH]
-    for body, graph in zip(bodies, flat.inner_graphs(node), strict=True):
-        for inner_proto, inner in zip(body.node, graph, strict=True):
-            _name_nodes(inner_proto, inner)
+    for attribute in proto.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            body = node.attributes[attribute.name].as_graph()
+            for inner_proto, inner in zip(attribute.g.node, body, strict=True):
+                _name_nodes(inner_proto, inner)
 
 
 def _stands_inside(value: ir.Value) -> bool:
@@ -159,7 +160,7 @@ def _functions(nodes: Sequence[ir.Node], model: ir.Model) -> Iterator[ir.Functio
 def _all(nodes: Sequence[ir.Node]) -> Iterator[ir.Node]:
     for node in nodes:
         yield node
-        for graph in flat.inner_graphs(node):
+        for graph in control.bodies(node):
             yield from graph.all_nodes()
 
 

@@ -6,7 +6,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
-from onnx_inplace.compiler import errors, flat
+from onnx_inplace.compiler import control, errors, flat
 
 HEADER = '<ir_version: 10, opset_import: ["": 21, "local": 1, "com.microsoft": 1]>\n'
 
@@ -41,7 +41,7 @@ def flattened(source: str | onnx.ModelProto) -> ir.Model:
 
 def _values(model: ir.Model) -> list[ir.Value]:
     graph = model.graph
-    bodies = [g for node in graph.all_nodes() for g in flat.inner_graphs(node)]
+    bodies = [g for node in graph.all_nodes() for g in control.bodies(node)]
     found = [*graph.inputs, *graph.initializers.values()]
     found += [v for body in bodies for v in body.inputs]
     return found + [v for node in graph.all_nodes() for v in node.outputs]
