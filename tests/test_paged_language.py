@@ -6,11 +6,20 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from google.protobuf.message import Message
 from typer.testing import CliRunner
 
 from onnx_inplace import errors, formats
 from onnx_inplace.cli.commands import app
-from onnx_inplace.compiler import ShapesContext, load, plan, restore, schema, steps
+from onnx_inplace.compiler import (
+    ShapesContext,
+    load,
+    page_declarations,
+    plan,
+    restore,
+    schema,
+    steps,
+)
 from onnx_inplace.dsl import (
     FLOAT,
     FLOAT16,
@@ -536,3 +545,82 @@ def test_the_commands_take_such_files(tmp_path):
     for command in ("check", "annotate", "plan", "doctor"):
         result = run(command, str(tmp_path / "decode.onnx"))
         assert result.exit_code == 0, result.output
+
+
+def leaves(message, path=()):
+    """Paths of all scalars of a message that say something; repeated ones by index."""
+    for field, value in message.ListFields():
+        is_single = isinstance(value, bool | int | float | str | bytes | Message)
+        for k, item in enumerate([value] if is_single else value):
+            where = (*path, (field.name, None if is_single else k))
+            if isinstance(item, Message):
+                yield from leaves(item, where)
+            else:
+                yield where, item
+
+
+def changed_at(proto, path, other):
+    """A copy of a model in which one scalar says something else, or (None) nothing."""
+    again = schema.ModelProto.FromString(proto.SerializeToString())
+    owner = again
+    for name, k in path[:-1]:
+        owner = getattr(owner, name) if k is None else getattr(owner, name)[k]
+    name, k = path[-1]
+    if other is None:
+        owner.ClearField(name)
+    elif k is None:
+        setattr(owner, name, other)
+    else:
+        getattr(owner, name)[k] = other
+    return again
+
+
+def others(value):
+    """Other values of a scalar, and none."""
+    if isinstance(value, bool):
+        return [not value, None]
+    if isinstance(value, int):
+        return [value + 1, 0, -1, 1 << 30, None]
+    if isinstance(value, float):
+        return [value + 1, None]
+    return [f"{value}2", "", None]
+
+
+def about_pages(proto):
+    """What a file says about pages, as it is understood."""
+    declared = [formats.PageFormat.from_proto(q) for q in proto.quantizations]
+    values = (*proto.graph.input, *proto.graph.output, *proto.graph.value_info)
+    return declared, {v.name: page_declarations.read(v.type) for v in values}
+
+
+def test_nothing_that_a_file_says_about_pages_is_believed():
+    refused, meant = 0, about_pages(decode.proto)
+    for path, value in leaves(decode.proto):
+        names = [name for name, _ in path]
+        if "quantizations" not in names and "sequence_type" not in names:
+            continue
+        for other in others(value):
+            try:
+                proto = changed_at(decode.proto, path, other)
+            except ValueError:  # no value of this enum
+                continue
+            try:
+                load(proto.SerializeToString())
+            except errors.ContractError as error:
+                assert {f.code for f in error.findings} <= {"E113", "E115"}, f"{path}: {error}"
+                refused += 1
+            except errors.ModelFileError:  # the carrier has no type of ONNX
+                assert "tensor_type" in names
+            else:
+                assert about_pages(proto) == meant, f"{path} = {other!r} is believed"
+    assert refused > 150
+
+
+def test_an_enum_value_that_nobody_knows_is_refused():
+    field = decode.proto.quantizations[1].DESCRIPTOR.fields_by_name["kind"].number
+    raw = decode.proto.quantizations[1].SerializeToString() + bytes([field << 3, 99])
+    proto = schema.ModelProto.FromString(decode.proto.SerializeToString())
+    proto.quantizations[1].ParseFromString(raw)
+    with pytest.raises(errors.ContractError) as caught:
+        load(proto.SerializeToString())
+    assert {f.code for f in caught.value.findings} == {"E113"}
