@@ -12,7 +12,16 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from onnx_inplace.compiler import alias, contract, errors, facts, integrity, page_contract, weights
+from onnx_inplace.compiler import (
+    alias,
+    contract,
+    declarations,
+    errors,
+    facts,
+    integrity,
+    page_contract,
+    weights,
+)
 from onnx_inplace.compiler.contract import Access
 from onnx_inplace.compiler.errors import Finding, ModelFileError
 from onnx_inplace.compiler.facts import Analysed
@@ -32,9 +41,9 @@ def own_functions(proto: Any) -> Iterator[Any]:
     return (f for f in proto.functions if not is_body(f.domain, f.name))
 
 
-def declared(proto: Any) -> facts.Declarations:
+def declared(proto: Any) -> declarations.Declarations:
     """What the typed fields declare."""
-    return facts.declarations(proto, map(facts.function_scope, own_functions(proto)))
+    return declarations.of_model(proto, map(facts.function_scope, own_functions(proto)))
 
 
 def declared_returns(proto: Any) -> Mapping[str, str]:
@@ -87,14 +96,14 @@ class Derivation:
         self._pages.forget(proto, self.model)
         self._pages.inputs(proto.graph.input, self.model.graph.inputs, "")
         mark_foreign(proto, self.model)
-        declarations = declared(proto)
+        found = declared(proto)
         self._protos = {facts.function_scope(f): f for f in own_functions(proto)}
-        self._declarations = declarations
+        self._declarations = found
         self._done: dict[str, Analysed | None] = {}
         for function in self.model.functions.values():
             self._function(function)
-        returns = [declarations.outputs.get(str(v.name)) for v in self.model.graph.outputs]
-        access = [Access[declarations.inputs[str(v.name)]] for v in self.model.graph.inputs]
+        returns = [found.outputs.get(str(v.name)) for v in self.model.graph.outputs]
+        access = [Access[found.inputs[str(v.name)]] for v in self.model.graph.inputs]
         self.graph = self._analyse(self.model.graph, access, returns)
         self.functions = [f for f in self._done.values() if f is not None]
         if self._pages.findings:  # of values that are not known to be pages, nothing else is true

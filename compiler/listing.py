@@ -5,17 +5,19 @@ Texts and places only; what a run checks is decided in ``positions``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import onnx_ir as ir
 import sympy
 
-from onnx_inplace.compiler import contract, integrity, partition
+from onnx_inplace.compiler import contract, integrity, paged_rules, partition
 from onnx_inplace.compiler.capacity import Judgement, Verdict
 from onnx_inplace.compiler.conditions import MOST, Kind, Linear
 from onnx_inplace.compiler.notes import Condition, Copied, Fallback
+from onnx_inplace.compiler.paged_types import PagedType
 
 _NO_CONTENT = {"Shape", "Size"}  # read what is known of a tensor, not its bytes
+_FEW = 8  # numbers that stand in a text
 _CONTAINERS = {
     "SequenceConstruct": "a sequence holds values of its own",
     "SequenceInsert": "a sequence holds values of its own",
@@ -142,3 +144,36 @@ def _known(expression: sympy.Expr | None, term: Linear | None, otherwise: str) -
         times = "" if abs(factor) == 1 else f"{abs(factor)} * "
         text += f"{sign}{times}{value.name}.shape[{axis}]"
     return text.strip()
+
+
+def of_pages(nodes: Iterable[ir.Node], roots: Mapping[ir.Value, ir.Value]) -> tuple[Condition, ...]:
+    """What page tables must allow, each once, in the order of the program."""
+    return tuple(dict.fromkeys(_of_pages(nodes, roots)))
+
+
+def _of_pages(nodes: Iterable[ir.Node], roots: Mapping[ir.Value, ir.Value]) -> Iterator[Condition]:
+    for node in nodes:
+        if not paged_rules.is_paged_operator(node):
+            continue
+        cache = node.inputs[paged_rules.CACHE_PORT[node.domain, node.op_type]]
+        ids = node.inputs[2 if node.op_type == "PagedAttention" else 1]
+        if cache is None or ids is None or not isinstance(cache.type, PagedType):
+            continue
+        root, new = str(roots.get(cache, cache).name), None
+        if node.op_type == "PagedCacheUpdate":
+            new = paged_rules.created_format(node, cache.type)
+        needed = "exist"
+        if new is not None:
+            which = "or are made" if cache.type.sparse else "or are the next ones, made"
+            needed = f"exist {which} as {new}"
+        if contract.rule(node) is not None:
+            needed += ", and have one owner"
+        text = f"pages {_ids(ids)} of `{root}` {needed}"
+        yield Condition(text, root, integrity.source(node))
+
+
+def _ids(value: ir.Value) -> str:
+    constant = value.const_value
+    if constant is not None and constant.size <= _FEW:
+        return ", ".join(map(str, constant.numpy().reshape(-1).tolist()))
+    return f"`{value.name}`"

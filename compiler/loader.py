@@ -19,6 +19,7 @@ from onnx_inplace.compiler import (
     bodies,
     capacity,
     contract,
+    declarations,
     derivation,
     facts,
     files,
@@ -139,16 +140,16 @@ def _refuse(findings: list[Finding]) -> None:
 # -- comparison
 
 
-def read_contract(proto: Any) -> facts.Declarations | None:
+def read_contract(proto: Any) -> declarations.Declarations | None:
     """The JSON contract; None where there is none.
 
     Raises:
         ValueError: it cannot be read, is not canonical, or stands there twice.
     """
-    texts = [p.value for p in proto.metadata_props if p.key == facts.CONTRACT]
+    texts = [p.value for p in proto.metadata_props if p.key == declarations.CONTRACT]
     if not texts:
         return None
-    found = facts.Declarations.from_json(texts[0])
+    found = declarations.Declarations.from_json(texts[0])
     if len(texts) > 1 or found.to_json() != texts[0]:
         raise ValueError("it is not in canonical form, or stands there twice")
     return found

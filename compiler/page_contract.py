@@ -15,6 +15,7 @@ import onnx
 import onnx_ir as ir
 
 from onnx_inplace.compiler import (
+    declarations,
     errors,
     facts,
     formats,
@@ -83,7 +84,7 @@ def _nodes(model: ir.Model) -> Iterator[ir.Node]:
 # -- reading
 
 
-def restore(proto: Any, promised: facts.Declarations) -> list[Finding]:
+def restore(proto: Any, promised: declarations.Declarations) -> list[Finding]:
     """Write types of parameters and page formats again, as the JSON contract has them."""
     named = [*_promised(proto, promised)]
     pages = [page for _, page, _ in named]
@@ -105,7 +106,7 @@ def restore(proto: Any, promised: facts.Declarations) -> list[Finding]:
 
 
 def _promised(
-    proto: Any, promised: facts.Declarations
+    proto: Any, promised: declarations.Declarations
 ) -> Iterator[tuple[str, PageDeclaration, Any]]:
     inputs = {v.name: v for v in proto.graph.input}
     for name, page in promised.pages.items():

@@ -131,7 +131,10 @@ class _Planner:
             ),
             copies=copies,
             fallbacks=listing.fallbacks(nodes, self.facts),
-            conditions=listing.conditions(self.loaded.judgements),
+            conditions=(
+                *listing.conditions(self.loaded.judgements),
+                *listing.of_pages(nodes, self.aliases.root),
+            ),
             proofs=listing.proofs(self.loaded.judgements),
             footprint=footprint.build(self.loaded, block, values, self.slots, self.nodes, copies),
         )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from onnx_inplace.compiler import (
+    declarations,
     derivation,
     emitter,
     facts,
@@ -81,7 +82,7 @@ def _refuse(findings: list[Finding]) -> None:
         raise ContractError(findings)
 
 
-def _contract(proto: Any) -> facts.Declarations:
+def _contract(proto: Any) -> declarations.Declarations:
     try:
         promised = loader.read_contract(proto)
     except ValueError as error:
@@ -127,7 +128,7 @@ def _clear_nodes(nodes: Iterable[Any], keep: Callable[[Any], bool]) -> None:
                 _clear_graph(attribute.g, keep)
 
 
-def _declare(proto: Any, promised: facts.Declarations) -> list[Finding]:
+def _declare(proto: Any, promised: declarations.Declarations) -> list[Finding]:
     """Write what was declared; what is gone without being missed (an inlined function) is left."""
     findings = page_contract.restore(proto, promised)
     inputs = {v.name: v for v in proto.graph.input}

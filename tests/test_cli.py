@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from onnx_inplace import compiler
 from onnx_inplace.cli.commands import app
-from onnx_inplace.compiler import errors, facts, schema
+from onnx_inplace.compiler import declarations, errors, schema
 from onnx_inplace.dsl import BFLOAT16, INT64, Alias, Mutable, kv, model
 
 GOOD = """
@@ -428,5 +428,5 @@ def test_version() -> None:
 
 def test_facts_have_one_form() -> None:
     """What ``check --json`` prints is what stands in the file."""
-    declared = facts.declarations(file_programs.loop.proto, ())
+    declared = declarations.of_model(file_programs.loop.proto, ())
     assert declared.outputs == {"updated_cache": "cache", "updated_other": "other"}

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from onnx_inplace.cli import doctor, tools
 from onnx_inplace.cli.commands import app
-from onnx_inplace.compiler import facts, loader, recovery
+from onnx_inplace.compiler import declarations, loader, recovery
 from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, kv, model
 
 
@@ -42,7 +42,7 @@ def test_what_is_said_of_loading_is_so(verdicts, tool):
         with tools.quiet():
             changed = tools.TOOLS[tool](append.serialized)
         program = loader.load(recovery.restore(changed)).program
-        assert facts.declarations(program.proto, ()).outputs == {"second": "cache"}
+        assert declarations.of_model(program.proto, ()).outputs == {"second": "cache"}
     else:
         assert verdict.reason
 

@@ -12,7 +12,7 @@ import pytest
 import strategies
 
 from onnx_inplace import compiler
-from onnx_inplace.compiler import contract, errors, facts, program, schema
+from onnx_inplace.compiler import contract, declarations, errors, program, schema
 from onnx_inplace.compiler.contract import DOMAIN
 from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, kv, model
 
@@ -220,7 +220,7 @@ def test_json_without_typed_fields(name: str) -> None:
 def test_every_change_of_the_json_is_refused(name: str) -> None:
     original = annotated(name)
     text = original.metadata_props[0].value
-    assert original.metadata_props[0].key == facts.CONTRACT
+    assert original.metadata_props[0].key == declarations.CONTRACT
     changes = [
         text.replace("READ_WRITE", "READ_ONLY", 1),
         text.replace("READ_ONLY", "READ_WRITE", 1),
@@ -241,7 +241,7 @@ def test_every_change_of_the_json_is_refused(name: str) -> None:
         proto = copy.deepcopy(original)
         proto.metadata_props[0].value = changed
         assert codes(proto) == {"E113"}, changed
-    original.metadata_props.add(key=facts.CONTRACT, value=text)
+    original.metadata_props.add(key=declarations.CONTRACT, value=text)
     with pytest.raises(errors.InplaceError):
         compiler.load(original.SerializeToString())
 

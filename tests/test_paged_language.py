@@ -502,6 +502,9 @@ def test_what_a_run_checks_of_pages_is_listed():
     assert [str(c) for c in plan(decode).conditions] == [
         "0 <= position and position + n <= 32*blocks (`cache`)",
         "0 <= position + 1 and position + 1 <= 32*blocks (`cache`)",
+        "pages `block_table` of `cache` exist or are the next ones, made as FLOAT16, "
+        "and have one owner",
+        "pages `block_table` of `cache` exist",
     ]
 
 

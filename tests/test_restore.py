@@ -20,7 +20,7 @@ import pytest
 import strategies
 
 from onnx_inplace import compiler
-from onnx_inplace.compiler import contract, errors, facts, program, schema
+from onnx_inplace.compiler import contract, declarations, errors, facts, program, schema
 
 Tool = Callable[[onnx.ModelProto, Path], onnx.ModelProto]
 
@@ -322,10 +322,10 @@ def test_a_contract_that_nothing_proves() -> None:
             updated = their.domain.Accumulate (x, state)
         }"""
     proto = schema.ModelProto.FromString(onnx.parser.parse_model(text).SerializeToString())
-    declared = facts.Declarations(
+    declared = declarations.Declarations(
         {"state": "READ_WRITE", "x": "READ_ONLY"}, {"updated": "state"}, {}
     )
-    proto.metadata_props.add(key=facts.CONTRACT, value=declared.to_json())
+    proto.metadata_props.add(key=declarations.CONTRACT, value=declared.to_json())
     assert codes(proto) == {"E110"}
     kept = copy.deepcopy(proto)
     kept.graph.node[0].output_alias.add(output_index=0, input_index=1, kind=schema.MUST_ALIAS)

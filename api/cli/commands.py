@@ -18,7 +18,7 @@ from rich.markdown import Markdown
 import onnx_inplace
 from onnx_inplace import compiler, page
 from onnx_inplace.cli import adopted, doctor, planned, report, show, values
-from onnx_inplace.compiler import errors, facts, loader, recovery, schema
+from onnx_inplace.compiler import declarations, errors, loader, recovery, schema
 
 app = typer.Typer(
     name="onnx-inplace",
@@ -115,7 +115,7 @@ def check(model: ModelPath, json_: Json = False) -> None:
 
 
 def _summary(loaded: compiler.Loaded, path: Path, json_: bool) -> None:
-    declared = facts.declarations(loaded.program.proto, ())
+    declared = declarations.of_model(loaded.program.proto, ())
     if json_:
         content = {"ok": True, "file": str(path), "model": loaded.name, "problems": []}
         contract = {"inputs": dict(declared.inputs), "outputs": dict(declared.outputs)}

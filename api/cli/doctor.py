@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from onnx_inplace.cli import tools
-from onnx_inplace.compiler import derivation, errors, facts, loader, recovery
+from onnx_inplace.compiler import declarations, derivation, errors, facts, loader, recovery
 from onnx_inplace.compiler.program import Program
 
 
@@ -69,7 +69,7 @@ def _examine(program: Program, data: bytes, tool: str) -> Verdict:
 
 
 def _contract(program: Program) -> str | None:
-    found = [p.value for p in program.proto.metadata_props if p.key == facts.CONTRACT]
+    found = [p.value for p in program.proto.metadata_props if p.key == declarations.CONTRACT]
     return str(found[0]) if found else None
 
 
