@@ -3,11 +3,12 @@
 For each policy: mean KL divergence of the next token's distribution, its 99th percentile,
 perplexity, how often the most likely token is the same one, and bits per element of the cache, all
 included, at 2,048 and at 32,768 tokens. Texts: the first 2,048 tokens of the GPL-3 and of CPython's
-argparse.py. Numbers come out of the runner's own pages (``--encoder specification``: out of
-the numpy specification of the tests): a page is written when its tokens come, and converted from
-what it holds when it is old enough. Attention itself is float32 here.
+argparse.py. A page is written when its tokens come, and converted from what it holds when it is
+old enough. ``--by kernels`` does everything as decoding does it, ``PagedAttention`` included; with
+``--by pages`` attention is numpy's in float32; ``--by specification`` takes pages of the tests'
+numpy specification as well.
 
-    python benchmarks/accuracy.py                       all bounds, about 20 seconds a line
+    python benchmarks/accuracy.py                       all bounds
     python benchmarks/accuracy.py --policy INT8 --text gpl
 
 llama.cpp's q4_0, q5_1 and q8_0 take part where llama-cpp-python is installed.
@@ -19,192 +20,35 @@ import functools
 import importlib.util
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tutorials" / "smollm2"), str(ROOT / "tests")]
 
-import page_specification  # noqa: E402
+import paged_layers  # noqa: E402
 import tokenizer  # noqa: E402
 import weights  # noqa: E402
 from config import SMOLLM2_135M  # noqa: E402
-from teacher import Array, Cache, Teacher, Visible, exact  # noqa: E402
-
-from onnx_inplace import Session, formats  # noqa: E402
-from onnx_inplace.compiler.formats import PageFormat  # noqa: E402
-from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, Paged, kv, model  # noqa: E402
+from policies import PAGE_SIZE, POLICIES, Policy  # noqa: E402
+from teacher import Array, Attend, Teacher, exact  # noqa: E402
 
 PEER = importlib.util.find_spec("llama_cpp") is not None
 if PEER:
     import llama
 
 TOKENS, LONG = 2048, 32768
-PAGE_SIZE = 128
+WAYS: dict[str, Callable[[Policy], Attend]] = {
+    "kernels": paged_layers.by_kernels,
+    "pages": functools.partial(paged_layers.by_numpy, specification=False),
+    "specification": functools.partial(paged_layers.by_numpy, specification=True),
+}
 TEXTS = {
     "gpl": Path("/usr/share/common-licenses/GPL-3"),
     "code": Path(argparse.__file__),
 }
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Policy:
-    """Which format a page has, by its age in pages.
-
-    Attributes:
-        name: what it is called here.
-        tiers: format of the newest pages, and of how many of them; one after the other.
-        rest: format of all older pages.
-        first: format that the first page keeps for good; None: it ages like the others.
-        bound: largest mean KL divergence that it may have; None: it is shown only.
-
-    Raises:
-        ValueError: the newest page would have a format that is written best as a whole page.
-    """
-
-    name: str
-    tiers: tuple[tuple[PageFormat, int], ...]
-    rest: PageFormat
-    first: PageFormat | None = None
-    bound: float | None = None
-
-    def __post_init__(self) -> None:
-        if not self.chain[0].appendable:
-            raise ValueError(f"{self.name}: the newest page fills token by token")
-
-    @property
-    def chain(self) -> list[PageFormat]:
-        """The formats that a page goes through, in order."""
-        return [*(page_format for page_format, _ in self.tiers), self.rest]
-
-    def stage(self, age: int) -> int:
-        """The place in the chain of a page that is ``age`` pages behind the newest one."""
-        for stage, (_, pages) in enumerate(self.tiers):
-            if age < pages:
-                return stage
-            age -= pages
-        return len(self.tiers)
-
-    def bits(self, tokens: int) -> float:
-        """Bits per element of a cache of so many tokens, scales and padding included."""
-        pages = tokens // PAGE_SIZE
-        chosen = [self.chain[self.stage(pages - 1 - page)] for page in range(pages)]
-        if self.first is not None:
-            chosen[0] = self.first
-        dims = 2, SMOLLM2_135M.kv_heads, PAGE_SIZE, SMOLLM2_135M.head_size
-        return sum(page_format.bits_per_element(dims) for page_format in chosen) / pages
-
-
-FLOAT16, INT8, INT4, INT2 = formats.FLOAT16, formats.INT8, formats.INT4, formats.INT2
-POLICIES = (
-    Policy("FLOAT16", (), FLOAT16),
-    Policy("INT8", (), INT8, bound=0.001),
-    Policy("INT4; newest, first FLOAT16", ((FLOAT16, 1),), INT4, FLOAT16, bound=0.004),
-    Policy("INT4; newest, first INT8", ((INT8, 1),), INT4, INT8, bound=0.006),
-    Policy("FLOAT16 x1, INT8 x2, INT4", ((FLOAT16, 1), (INT8, 2)), INT4, FLOAT16, bound=0.002),
-    Policy("FLOAT16 x1, INT4 x3, INT2", ((FLOAT16, 1), (INT4, 3)), INT2, FLOAT16, bound=0.025),
-    Policy("INT2; newest 4, first FLOAT16", ((FLOAT16, 4),), INT2, FLOAT16, bound=0.02),
-    Policy("INT4T", (), formats.INT4T),
-    Policy("INT4T; first FLOAT16", (), formats.INT4T, FLOAT16),
-    Policy("FP8_E4M3", (), formats.FP8_E4M3),
-)
-
-
-# -- caches
-
-
-def cache_of(policy: Policy, specification: bool) -> Cache:
-    """What queries see of a layer whose pages are kept by a policy."""
-    decode = by_specification if specification else by_pages
-
-    def cache(keys: Array, values: Array) -> Visible:
-        x = np.stack([keys, values])
-        stages = decode(x, policy.chain)
-        first = None if policy.first is None else decode(x[:, :, :PAGE_SIZE], [policy.first])[0]
-
-        def visible(newest: int) -> tuple[Array, Array]:
-            seen = np.empty_like(x[:, :, : (newest + 1) * PAGE_SIZE])
-            for page in range(newest + 1):
-                rows = slice(page * PAGE_SIZE, (page + 1) * PAGE_SIZE)
-                seen[:, :, rows] = stages[policy.stage(newest - page)][:, :, rows]
-            if first is not None:
-                seen[:, :, :PAGE_SIZE] = first
-            return seen[0], seen[1]
-
-        return visible
-
-    return cache
-
-
-def by_pages(x: Array, chain: list[PageFormat]) -> list[Array]:
-    """What pages of the runner decode to in each format of a chain: [2, heads, tokens, head_size].
-
-    The first format of a chain is appendable: a page that is written at once is what it would be
-    token by token.
-    """
-    session = writer(tuple(chain))
-    cache = session.allocate("cache")
-    pages = x.shape[2] // PAGE_SIZE
-    with session.bind(cache=cache) as step:
-        step.run(table=np.arange(pages), values=x)
-    stages = []
-    for place, page_format in enumerate(chain):
-        for page in range(pages if place else 0):
-            cache.convert(page, page_format)
-        stages.append(np.concatenate([cache.page(page).decode() for page in range(pages)], axis=2))
-    return stages
-
-
-@functools.cache
-def writer(chain: tuple[PageFormat, ...]) -> Session:
-    """Writes a layer's K and V into pages of the first format, which may become the other ones."""
-    heads, head_size = SMOLLM2_135M.kv_heads, SMOLLM2_135M.head_size
-    Pages = Paged[(FLOAT[2, heads, PAGE_SIZE, head_size], *chain)]
-
-    @model
-    def write(
-        cache: Mutable[Pages], table: INT64["blocks"], values: FLOAT[2, heads, "tokens", head_size]
-    ) -> Alias["cache"]:
-        updated = kv.PagedCacheUpdate(cache, table, values, 0, quantized_type=chain[0].name)
-        return updated
-
-    return Session(write)
-
-
-def by_specification(x: Array, chain: list[PageFormat]) -> list[Array]:
-    """The same by the numpy specification: all pages as the heads of one page."""
-    _, heads, tokens, head_size = x.shape
-    pages = tokens // PAGE_SIZE
-    by_page = x.reshape(2, heads * pages, PAGE_SIZE, head_size)
-    dims = by_page.shape
-    page = in_sequence(chain[0], x) if chain[0].key.channel_offset else None
-    if page is None:
-        page = page_specification.encode(chain[0], by_page, PAGE_SIZE)
-    stages = []
-    for before, page_format in zip([chain[0], *chain], chain, strict=False):
-        if page_format is not before:
-            page = page_specification.convert(before, page_format, page, dims, PAGE_SIZE)
-        stages.append(page_specification.decode(page_format, page, dims).reshape(x.shape))
-    return stages
-
-
-def in_sequence(page_format: PageFormat, x: Array) -> NDArray[np.uint8]:
-    """Pages of a format whose offsets come from the page before, as the heads of one page."""
-    _, heads, tokens, head_size = x.shape
-    dims = 2, heads, PAGE_SIZE, head_size
-    pages = [page_specification.start_page(page_format, dims)]
-    for start in range(0, tokens, PAGE_SIZE):
-        new = x[:, :, start : start + PAGE_SIZE]
-        pages[-1] = page_specification.write(page_format, pages[-1], dims, new, 0, 0)
-        following = page_specification.start_page(
-            page_format, dims, page_format, pages[-1], PAGE_SIZE
-        )
-        pages.append(following)
-    by_head = [page.reshape(heads, 1, -1) for page in pages[:-1]]
-    return np.concatenate(by_head, axis=1).reshape(-1)
 
 
 # -- measures
@@ -250,18 +94,18 @@ def measure(reference: Iterable[Array], found: Iterable[Array], tokens: list[int
 
 
 def compare(
-    text: str, tokens: list[int], policies: Iterable[Policy], specification: bool
+    text: str, tokens: list[int], policies: Iterable[Policy], attends: Callable[[Policy], Attend]
 ) -> list[tuple[str, float, float]]:
     """Print a line for each policy; (claim, divergence, bound) of those that have a bound."""
     teacher = Teacher(SMOLLM2_135M, weights.gguf_path())
-    reference = teacher.hidden(tokens, exact(PAGE_SIZE), PAGE_SIZE)
+    reference = teacher.hidden(tokens, exact(PAGE_SIZE))
     print(f"\n{text}{'':<{34 - len(text)}}{HEADER}{'bits 2k':>9}{'bits 32k':>9}")
     itself = measure(*(teacher.log_probabilities(reference) for _ in range(2)), tokens)
     print(f"{'float32 cache':<34}{itself}{32:>9.2f}{32:>9.2f}", flush=True)
     claims = []
     for policy in policies:
         start = time.perf_counter()
-        hidden = teacher.hidden(tokens, cache_of(policy, specification), PAGE_SIZE)
+        hidden = teacher.hidden(tokens, attends(policy))
         both = (teacher.log_probabilities(h) for h in (reference, hidden))
         found = measure(*both, tokens)
         took = time.perf_counter() - start
@@ -305,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--text", choices=TEXTS, action="append", help="default: both")
     parser.add_argument("--policy", help="only policies whose name begins so")
-    parser.add_argument("--encoder", choices=("pages", "specification"), default="pages")
+    parser.add_argument("--by", choices=WAYS, default="kernels", help="default: kernels")
     parser.add_argument("--no-peer", action="store_true", help="without llama.cpp")
     arguments = parser.parse_args()
     chosen = [p for p in POLICIES if p.name.startswith(arguments.policy or "")]
@@ -313,7 +157,7 @@ def main() -> None:
     claims = []
     for text in arguments.text or TEXTS:
         tokens = read_text(text)
-        claims += compare(text, tokens, chosen, arguments.encoder == "specification")
+        claims += compare(text, tokens, chosen, WAYS[arguments.by])
         if PEER and not arguments.no_peer:
             compare_peer(text, tokens)
     if not PEER:

@@ -1,4 +1,4 @@
-"""SmolLM2-135M in numpy, float32, all tokens of a text at once, over caches as a policy keeps them.
+"""SmolLM2-135M in numpy, float32, all tokens of a text at once, over caches of any kind.
 
 Teacher forced: position t is given the text's tokens up to t. Layer by layer over the whole text is
 exactly causal, because what a cache holds when token t is computed depends on the tokens up to t
@@ -16,23 +16,44 @@ from config import Config
 from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
+Attend = Callable[[Array, Array, Array], Array]
+"""Causal attention of one layer: of all queries [heads, tokens, head_size] and all K and V
+[kv_heads, tokens, head_size] the results [heads, tokens, head_size], where queries of a page see K
+and V as a cache holds them while that page is the newest."""
 Visible = Callable[[int], tuple[Array, Array]]
 """Of a page number p: K and V [kv_heads, tokens, head_size] of the pages 0 to p, as they are while
 page p is the newest."""
-Cache = Callable[[Array, Array], Visible]
-"""Of all K and V of a layer [kv_heads, tokens, head_size]: what queries see of them."""
 
 
-def exact(page_size: int) -> Cache:
+def attend(query: Array, visible: Visible, page_size: int) -> Array:
+    """Attention in float32; see ``Attend``."""
+    heads, tokens, head_size = query.shape
+    output = np.empty_like(query)
+    for page in range(tokens // page_size):
+        rows = slice(page * page_size, (page + 1) * page_size)
+        keys, values = visible(page)
+        group = heads // len(keys)
+        later = np.arange(rows.stop)[None] > np.arange(rows.start, rows.stop)[:, None]
+        for head in range(heads):
+            score = query[head, rows] @ keys[head // group].T * np.float32(head_size**-0.5)
+            score[later] = -np.inf
+            weight = np.exp(score - score.max(-1, keepdims=True))
+            mixed = weight @ values[head // group]
+            output[head, rows] = mixed / weight.sum(-1, keepdims=True)
+    return output
+
+
+def exact(page_size: int) -> Attend:
     """The reference: caches in float32."""
 
-    def cache(keys: Array, values: Array) -> Visible:
-        return lambda page: (
-            keys[:, : (page + 1) * page_size],
-            values[:, : (page + 1) * page_size],
-        )
+    def attend_exactly(query: Array, keys: Array, values: Array) -> Array:
+        def visible(page: int) -> tuple[Array, Array]:
+            end = (page + 1) * page_size
+            return keys[:, :end], values[:, :end]
 
-    return cache
+        return attend(query, visible, page_size)
+
+    return attend_exactly
 
 
 class Teacher:
@@ -48,13 +69,13 @@ class Teacher:
             for tensor in gguf.GGUFReader(path).tensors
         }
 
-    def hidden(self, tokens: list[int], cache: Cache, page_size: int) -> Array:
-        """What the head gets [tokens, width], with every layer's K and V behind ``cache``."""
+    def hidden(self, tokens: list[int], attend: Attend) -> Array:
+        """What the head gets [tokens, width]; ``attend`` keeps every layer's K and V."""
         x = self.weights["token_embd"][tokens]
         for layer in range(self.config.layers):
             names = (f"blk.{layer}.{part}" for part in ("attn_norm", "ffn_norm"))
             attention_norm, feed_forward_norm = (self.weights[name] for name in names)
-            x = x + self._attention(self._norm(x, attention_norm), layer, cache, page_size)
+            x = x + self._attention(self._norm(x, attention_norm), layer, attend)
             x = x + self._feed_forward(self._norm(x, feed_forward_norm), layer)
         return self._norm(x, self.weights["output_norm"])
 
@@ -83,26 +104,13 @@ class Teacher:
         even, odd = x[..., 0::2], x[..., 1::2]
         return np.stack([even * cos - odd * sin, even * sin + odd * cos], -1).reshape(x.shape)
 
-    def _attention(self, x: Array, layer: int, cache: Cache, page_size: int) -> Array:
-        config = self.config
-        group = config.heads // config.kv_heads
-        query = self._turn(self._heads(x @ self._matrix(layer, "attn_q"), config.heads))
-        query = query * np.float32(config.head_size**-0.5)
-        keys = self._turn(self._heads(x @ self._matrix(layer, "attn_k"), config.kv_heads))
-        values = self._heads(x @ self._matrix(layer, "attn_v"), config.kv_heads)
-        visible = cache(np.ascontiguousarray(keys), np.ascontiguousarray(values))
-        output = np.empty((len(x), config.heads, config.head_size), np.float32)
-        for page in range(len(x) // page_size):
-            rows = slice(page * page_size, (page + 1) * page_size)
-            seen_keys, seen_values = visible(page)
-            later = np.arange(rows.stop)[None] > np.arange(rows.start, rows.stop)[:, None]
-            for head in range(config.heads):
-                score = query[head, rows] @ seen_keys[head // group].T
-                score[later] = -np.inf
-                weight = np.exp(score - score.max(-1, keepdims=True))
-                mixed = weight @ seen_values[head // group]
-                output[rows, head] = mixed / weight.sum(-1, keepdims=True)
-        return output.reshape(len(x), -1) @ self._matrix(layer, "attn_output")
+    def _attention(self, x: Array, layer: int, attend: Attend) -> Array:
+        heads, kv_heads = self.config.heads, self.config.kv_heads
+        query = self._turn(self._heads(x @ self._matrix(layer, "attn_q"), heads))
+        keys = self._turn(self._heads(x @ self._matrix(layer, "attn_k"), kv_heads))
+        values = self._heads(x @ self._matrix(layer, "attn_v"), kv_heads)
+        mixed = attend(*(np.ascontiguousarray(part) for part in (query, keys, values)))
+        return mixed.transpose(1, 0, 2).reshape(len(x), -1) @ self._matrix(layer, "attn_output")
 
     def _feed_forward(self, x: Array, layer: int) -> Array:
         gate = x @ self._matrix(layer, "ffn_gate")

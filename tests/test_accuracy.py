@@ -12,6 +12,8 @@ pytest.importorskip("gguf")
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import accuracy
+import paged_layers
+import policies
 import smollm2_reference
 import teacher
 import tokenizer
@@ -20,7 +22,7 @@ from config import SMOLLM2_135M
 
 from onnx_inplace import formats
 
-TIERS = accuracy.Policy(
+TIERS = policies.Policy(
     "tiers", ((formats.FLOAT16, 1), (formats.INT8, 2)), formats.INT4, formats.FLOAT16
 )
 
@@ -42,51 +44,74 @@ def test_bits_are_averaged_over_the_cache() -> None:
     assert TIERS.bits(128) == 16
 
 
-@pytest.mark.parametrize("policy", accuracy.POLICIES, ids=lambda policy: policy.name)
-def test_what_is_seen_is_stored_as_the_policy_says(policy: accuracy.Policy) -> None:
+def tokens(pages: int, heads: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((heads, pages * policies.PAGE_SIZE, 64), dtype=np.float32)
+
+
+ERRORS = {"FLOAT16": 0.0002, "INT8": 0.006, "INT4": 0.09, "INT4T": 0.09, "INT2": 0.33}
+ERRORS["FP8_E4M3"] = 0.027
+each_policy = pytest.mark.parametrize("policy", policies.POLICIES, ids=lambda policy: policy.name)
+
+
+@each_policy
+def test_what_is_seen_is_stored_as_the_policy_says(policy: policies.Policy, monkeypatch) -> None:
     """The newest page is not yet converted, the first one may never be, later tokens are unseen."""
-    page, pages = accuracy.PAGE_SIZE, 7
-    x = np.random.default_rng(0).standard_normal((2, 3, pages * page, 64), dtype=np.float32)
-    visible = accuracy.cache_of(policy, specification=True)(x[0], x[1])
-    errors = {"FLOAT16": 0.0002, "INT8": 0.006, "INT4": 0.09, "INT4T": 0.09}
-    errors |= {"INT2": 0.33, "FP8_E4M3": 0.027}
-    for newest in (0, 3, 6):
-        seen = np.stack(visible(newest))
-        assert seen.shape == (2, 3, (newest + 1) * page, 64)
-        for p in range(newest + 1):
-            rows = slice(p * page, (p + 1) * page)
-            found = np.sqrt(((seen - x[:, :, : seen.shape[2]])[:, :, rows] ** 2).mean())
-            expected = policy.chain[policy.stage(newest - p)]
-            if p == 0 and policy.first is not None:
-                expected = policy.first
-            assert 0.9 * errors[expected.name] < found < 1.1 * errors[expected.name]
+    seen: dict[int, np.ndarray] = {}
+
+    def spy(query: np.ndarray, visible: teacher.Visible, page_size: int) -> np.ndarray:
+        seen.update({newest: np.stack(visible(newest)) for newest in (0, 3, 6)})
+        return query
+
+    monkeypatch.setattr(paged_layers, "attend", spy)
+    query, keys, values = tokens(7, 9), tokens(7, 3, 1), tokens(7, 3, 2)
+    paged_layers.by_numpy(policy, specification=True)(query, keys, values)
+    for newest, kv in seen.items():
+        assert kv.shape == (2, 3, (newest + 1) * policies.PAGE_SIZE, 64)
+        error = kv - np.stack([keys, values])[:, :, : kv.shape[2]]
+        by_page = np.split(error, newest + 1, axis=2)
+        for page, found in enumerate(by_page):
+            expected = ERRORS[policy.format(page, newest).name]
+            assert 0.9 * expected < np.sqrt((found**2).mean()) < 1.1 * expected
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("policy", accuracy.POLICIES, ids=lambda policy: policy.name)
-def test_the_runner_stores_what_the_specification_says(policy: accuracy.Policy) -> None:
+@each_policy
+def test_the_runner_stores_what_the_specification_says(policy: policies.Policy) -> None:
     """Every stage of every page, through a model that writes and the owner who converts."""
-    x = np.random.default_rng(2).standard_normal((2, 3, 384, 64), dtype=np.float32) + 1
-    stored, specified = (
-        decode(x, policy.chain) for decode in (accuracy.by_pages, accuracy.by_specification)
-    )
+    x = np.stack([tokens(3, 3), tokens(3, 3, 1)]) + np.float32(1)
+    stored = paged_layers.stored_by_runner(x, policy.chain)
+    specified = paged_layers.stored_by_specification(x, policy.chain)
     for ours, expected in zip(stored, specified, strict=True):
         np.testing.assert_array_equal(ours, expected)
 
 
+@pytest.mark.kernel
+@pytest.mark.parametrize("policy", policies.POLICIES[1:6], ids=lambda policy: policy.name)
+def test_decoding_step_by_step_is_what_numpy_sees(policy: policies.Policy) -> None:
+    """The runner writes, attends and converts; numpy attends over the specification's pages."""
+    query, keys, values = tokens(4, 9), tokens(4, 3, 1), tokens(4, 3, 2)
+    stepwise = paged_layers.by_kernels(policy)(query, keys, values)
+    expected = paged_layers.by_numpy(policy, specification=True)(query, keys, values)
+    np.testing.assert_allclose(stepwise, expected, atol=2e-3)
+
+
 def test_what_is_seen_does_not_depend_on_later_tokens() -> None:
-    page = accuracy.PAGE_SIZE
-    x = np.random.default_rng(1).standard_normal((2, 1, 4 * page, 64), dtype=np.float32)
-    changed = x.copy()
-    changed[:, :, 2 * page :] *= 100
-    cache = accuracy.cache_of(TIERS, specification=True)
-    before, after = (np.stack(cache(*kv)(1)) for kv in (x, changed))
-    np.testing.assert_array_equal(before, after)
+    """Neither K and V of later pages, nor those behind a query in its own page."""
+    query, keys, values = tokens(3, 9), tokens(3, 3, 1), tokens(3, 3, 2)
+    attend = paged_layers.by_numpy(TIERS, specification=True)
+    expected = attend(query, keys, values)
+    keys[:, 200:] *= 100
+    values[:, 200:] = 7
+    found = attend(query, keys, values)
+    np.testing.assert_array_equal(found[:, :128], expected[:, :128])
+    np.testing.assert_allclose(found[:, 128:200], expected[:, 128:200], atol=1e-5)
+    assert not np.allclose(found[:, 200:], expected[:, 200:])
 
 
 def test_the_newest_page_cannot_have_a_format_of_whole_pages() -> None:
     with pytest.raises(ValueError, match="token by token"):
-        accuracy.Policy("INT4 everywhere", (), formats.INT4)
+        policies.Policy("INT4 everywhere", (), formats.INT4)
 
 
 def test_measures_are_those_of_information_theory() -> None:
@@ -107,12 +132,12 @@ def test_measures_are_those_of_information_theory() -> None:
 def test_the_teacher_is_the_model() -> None:
     """Against the reference of the other tests, which grows its caches token by token."""
     text = "In place: a cache that is updated where it is. " * 4
-    tokens = tokenizer.read(weights.gguf_path()).encode(text).ids[:32]
+    text_tokens = tokenizer.read(weights.gguf_path()).encode(text).ids[:32]
     model = teacher.Teacher(SMOLLM2_135M, weights.gguf_path())
-    hidden = model.hidden(tokens, teacher.exact(16), 16)
+    hidden = model.hidden(text_tokens, teacher.exact(16))
     found = np.concatenate(list(model.log_probabilities(hidden, rows=7)))
     reference = smollm2_reference.Decoder()
     for position in (0, 31):
         reference.length = 0
-        expected = teacher.log_softmax(reference.feed(tokens[: position + 1]))
+        expected = teacher.log_softmax(reference.feed(text_tokens[: position + 1]))
         np.testing.assert_allclose(found[position], expected, atol=2e-3)
