@@ -169,6 +169,46 @@ MESSAGES: Final = (
         ),
     ),
     Declared(
+        "SavedPageProto",
+        comment="A page of a saved cache.",
+        fields=(
+            Field("int64", "id", 1),
+            Field("int32", "fill", 2, "[tokens] one more than the last one written"),
+            Field("int32", "owners", 3, "who counts on the page: at least 1"),
+            Field("QuantizedTensorProto", "tensor", 4),
+        ),
+    ),
+    Declared(
+        "PagedCacheProto",
+        comment="A paged cache with all that is needed to read it.",
+        fields=(
+            Field("string", "name", 1),
+            Field("TypeProto", "type", 2, "as of a paged input of a model"),
+            Field(
+                "QuantizationProto", "quantizations", 3, "that the pages may have", repeated=True
+            ),
+            Field("SavedPageProto", "pages", 4, "by id, ascending", repeated=True),
+        ),
+    ),
+    Declared(
+        "SavedArrayProto",
+        comment="An array of a saved state.",
+        fields=(
+            Field(
+                "TensorProto", "tensor", 1, "name, type and dims; the bytes stand behind the head"
+            ),
+            Field("fixed32", "crc32", 2, "of the bytes, little-endian"),
+        ),
+    ),
+    Declared(
+        "SavedStateProto",
+        comment="Head of a file of saved state. Names are unique.",
+        fields=(
+            Field("SavedArrayProto", "arrays", 1, repeated=True),
+            Field("PagedCacheProto", "caches", 2, repeated=True),
+        ),
+    ),
+    Declared(
         "NodeProto",
         fields=(
             Field(

@@ -12,7 +12,7 @@ from onnx_inplace.compiler.formats import PageFormat
 from onnx_inplace.runner.storage import Array
 
 if TYPE_CHECKING:
-    from onnx_inplace.runner.pages import PagedCache
+    from onnx_inplace.runner.page_owner import PageOwner
 
 
 class Page:
@@ -24,7 +24,7 @@ class Page:
 
     __slots__ = ("_cache", "id")
 
-    def __init__(self, cache: PagedCache, page: int):
+    def __init__(self, cache: PageOwner, page: int):
         self._cache, self.id = cache, page
 
     @property

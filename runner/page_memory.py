@@ -85,7 +85,9 @@ class PageMemory:
         return page
 
     def give(self, page: Array) -> None:
-        """Give back a page that nobody else can see."""
+        """Give back a page that nobody else can see. A part of a mapped file is let go."""
+        if not (isinstance(page.base, np.ndarray) and page.base.flags.owndata):
+            return
         size = page.nbytes
         with self._lock:
             if size <= self.keep:

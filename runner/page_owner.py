@@ -1,0 +1,374 @@
+"""The owner of pages: what may be done to a paged cache between runs.
+
+Decides when something may be done. What is done, and that a refusal or a lack of memory leaves
+everything as it was, is decided in ``page_store``; where pages stand, in ``page_table``; where
+their bytes come from, in ``page_memory``; what these mean, in ``page_codec``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from onnx_inplace.compiler import errors
+from onnx_inplace.compiler.contract import Access
+from onnx_inplace.compiler.formats import PageFormat
+from onnx_inplace.runner import page_memory
+from onnx_inplace.runner.attend import KINDS
+from onnx_inplace.runner.page import Page, Snapshot
+from onnx_inplace.runner.page_codec import Codec
+from onnx_inplace.runner.page_store import PageStore
+from onnx_inplace.runner.page_table import NOWHERE
+from onnx_inplace.runner.storage import Array
+
+
+class PageOwner:
+    """A paged cache without its saved states: see ``pages.PagedCache``.
+
+    Attributes:
+        dims: of a page, (2, heads, page_size, head_size): K, then V.
+        elem_type: logical element type, that pages decode to.
+        allowed: page formats that pages may have; empty: any.
+        sparse_ids: whether any int64 is a page id. Otherwise ids are 0 to n-1.
+        store: the pages themselves, for a run.
+    """
+
+    def __init__(
+        self,
+        dims: Sequence[int],
+        elem_type: Any = np.float32,
+        allowed: Iterable[PageFormat] = (),
+        *,
+        sparse_ids: bool = False,
+        budget: int | None = None,
+        name: str = "cache",
+        memory: page_memory.PageMemory = page_memory.shared,
+    ):
+        """A cache without pages.
+
+        Args:
+            dims: (2, heads, page_size, head_size).
+            elem_type: a float type.
+            allowed: page formats; none: any.
+            sparse_ids: any int64 is a page id.
+            budget: most bytes that all pages together may take; None: no limit but the memory.
+            name: what errors call it.
+            memory: where pages come from.
+
+        Raises:
+            errors.FormatError: a format cannot store pages of these dimensions.
+            ValueError: two formats have one name.
+        """
+        self.dims = tuple(operator.index(size) for size in dims)
+        self.elem_type = np.dtype(elem_type)
+        self.allowed = tuple(allowed)
+        self.sparse_ids = sparse_ids
+        codec = Codec(self.dims, self.allowed)
+        self.store = PageStore(name, self.elem_type, codec, sparse_ids, budget, memory)
+        self._lock = threading.RLock()
+        self._runs: list[str] = []
+        self._access = Access.READ_ONLY
+
+    # -- what is there
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return self.store.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``dims``: what a model declares of a paged input."""
+        return self.dims
+
+    @property
+    def formats(self) -> tuple[PageFormat, ...]:
+        """All that pages may be stored as."""
+        return tuple(self.store.codec.formats)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.dims[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages, scales included."""
+        return self.store.table.nbytes
+
+    @property
+    def clipped(self) -> int:
+        """Numbers, of all that were written or converted, that did not fit the format they got."""
+        return self.store.clipped
+
+    @property
+    def budget(self) -> int | None:
+        """Most bytes of all pages; None: no limit but the memory. May be changed between runs."""
+        return self.store.budget
+
+    @budget.setter
+    def budget(self, budget: int | None) -> None:
+        with self._quiet("limited"):
+            self.store.budget = budget
+
+    def __len__(self) -> int:
+        """Dense ids: one more than the largest id of a page. Sparse ids: number of pages."""
+        return len(self.store.table.ids)
+
+    def __contains__(self, page: object) -> bool:
+        if not isinstance(page, int | np.integer):
+            return False
+        return self.store.table.ids.row(int(page)) != NOWHERE
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.store.table.ids.ids())
+
+    def page(self, page: int) -> Page:
+        """The page of an id.
+
+        Raises:
+            errors.PageError: there is none.
+        """
+        self.store.row(page)
+        return Page(self, operator.index(page))
+
+    def snapshot(self) -> Snapshot:
+        """The value of the cache: a copy of every byte, to be compared."""
+        with self._quiet("read"):
+            pages = {page: self.store.state(page) for page in self}
+        return Snapshot(self.dims, self.elem_type, self.sparse_ids, pages)
+
+    def __repr__(self) -> str:
+        """Name, dims, number of pages and bytes."""
+        pages, kind = sum(1 for _ in self), type(self).__name__
+        return f"{kind}({self.name}: {list(self.dims)}, {pages} pages, {self.nbytes} bytes)"
+
+    def __reduce__(self) -> NoReturn:
+        """Not copied, not pickled: runs know it by identity."""
+        raise TypeError("a paged cache cannot be copied or pickled: use save() and load().")
+
+    # -- pages come and go
+
+    def allocate_page(self, format: str | PageFormat, page: int | None = None) -> int:
+        """Make a page of zeros with one owner.
+
+        Args:
+            format: a page format or its name.
+            page: its id; None: the smallest that is free.
+
+        Returns:
+            The id.
+
+        Raises:
+            errors.PageError: the format is not allowed; the id is taken, or is no id.
+            errors.PageBudget: the budget has no room.
+            MemoryError: the system has none. The cache is as it was.
+        """
+        if page is None:
+            return self.allocate_pages(1, format)[0]
+        with self._quiet("grown"):
+            page = operator.index(page)
+            self.store.refuse_new(page)
+            self.store.add([(page, self.store.format(format))])
+        return page
+
+    def allocate_pages(self, count: int, format: str | PageFormat) -> list[int]:
+        """Make several pages of zeros, all or none. See ``allocate_page``."""
+        with self._quiet("grown"):
+            pages = self.store.free_ids(count)
+            index = self.store.format(format)
+            self.store.add([(page, index) for page in pages])
+        return pages
+
+    def free(self, page: int) -> None:
+        """Give up a page. Dense ids: the others keep theirs; a freed id can be allocated again.
+
+        Raises:
+            errors.PageError: there is none, or it has several owners (``release``).
+        """
+        with self._quiet("freed"):
+            self.store.refuse_shared(page, self.store.row(page), "release it")
+            self.store.drop(page)
+
+    def clear(self) -> None:
+        """Free all pages, whoever counts on them."""
+        with self._quiet("cleared"):
+            for page in reversed(list(self)):
+                self.store.drop(page)
+
+    def share(self, page: int) -> None:
+        """One more counts on a page. From two on, no run writes it.
+
+        Raises:
+            errors.PageError: there is no such page.
+        """
+        with self._quiet("shared"):
+            self.store.table.owners[self.store.row(page)] += 1
+
+    def release(self, page: int) -> bool:
+        """One less counts on a page; without any it is freed.
+
+        Returns:
+            Whether it was freed.
+
+        Raises:
+            errors.PageError: there is no such page.
+        """
+        with self._quiet("released"):
+            row, owners = self.store.row(page), self.store.table.owners
+            if owners[row] == 1:
+                self.store.drop(page)
+                return True
+            owners[row] -= 1
+            return False
+
+    def truncate(self, page: int, fill: int) -> None:
+        """Forget the tokens of a page from ``fill`` on: they are not read, and written as new ones.
+
+        No byte is touched. A page that has fewer tokens stays as it is.
+
+        Raises:
+            errors.PageError: there is no such page, or it has several owners.
+            errors.CapacityError: no page has so few tokens.
+        """
+        with self._quiet("truncated"):
+            row, fill = self.store.row(page), operator.index(fill)
+            if fill < 0:
+                raise errors.CapacityError(self.name, 0, fill, self.page_size)
+            self.store.refuse_shared(page, row, "write a copy (copy_page)")
+            self.store.table.fill[row] = min(fill, self.store.table.fill[row])
+
+    def copy_page(self, page: int, to: int | None = None, *, fill: int | None = None) -> int:
+        """Copy a page into a new one with one owner. The old one keeps its owners.
+
+        Args:
+            page: what is copied: bytes, format, fill.
+            to: id of the new page; None: the smallest that is free.
+            fill: most tokens of the new page that count; None: all.
+
+        Returns:
+            The id of the new page.
+
+        Raises:
+            errors.PageError: there is no such page; the new id is taken, or is no id.
+            errors.PageBudget: the budget has no room.
+            MemoryError: the system has none. The cache is as it was.
+        """
+        with self._quiet("copied"):
+            row = self.store.row(page)
+            if to is None:
+                (to,) = self.store.free_ids(1)
+            else:
+                self.store.refuse_new(to := operator.index(to))
+            self.store.copy(row, to, self.page_size if fill is None else fill)
+        return to
+
+    def convert(self, page: int, format: str | PageFormat) -> None:
+        """Store a page in another format. All its owners see the result; other pages are untouched.
+
+        A format with as many bytes is written where the page lies; otherwise that page alone moves.
+
+        Raises:
+            errors.PageError: there is no such page, or the format is not allowed.
+            errors.PageBudget: the budget has no room for a larger page.
+            MemoryError: the system has none. The cache is as it was.
+        """
+        with self._quiet("converted"):
+            self.store.convert([self.store.row(page)], self.store.format(format))
+
+    def write(self, page: int, values: Array, position: int) -> None:
+        """Write tokens into a page, as ``PagedCacheUpdate`` does with a scalar page id.
+
+        Args:
+            page: an id that has a page.
+            values: (2, heads, n, head_size), float32, float16 or bfloat16.
+            position: first token; the last one stands before ``page_size``.
+
+        Raises:
+            errors.PageError: there is no such page, or it has several owners.
+            errors.StorageMismatch: type or shape of the values.
+            errors.CapacityError: the tokens leave the page.
+        """
+        values = np.asarray(values)
+        with self._quiet("written"):
+            self.store.codec.check_values(self.name, values)
+            row = self.store.check_write(page, operator.index(position), values.shape[2])
+            rows, start = np.array([[row]], np.int64), np.array([position], np.int64)
+            self.store.write(rows, np.ascontiguousarray(values)[:, None], start)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def still(what: str, caches: Iterable[PageOwner]) -> Iterator[None]:
+        """No run uses any of the caches, and no other thread changes them."""
+        with contextlib.ExitStack() as stack:
+            for cache in sorted(caches, key=id):  # always in one order: two threads do not lock up
+                stack.enter_context(cache._quiet(what))
+            yield
+
+    def trim(self) -> int:
+        """Give memory of freed pages back to the system, of all caches that share it.
+
+        Returns:
+            Bytes of pages that were kept for later ones.
+        """
+        return self.store.memory.trim()
+
+    # -- for ``Page``
+
+    def view(self, page: int) -> Array:
+        """See ``Page.raw``."""
+        with self._quiet("read"):
+            row = self.store.row(page)
+            view: Array = self.store.block(row).view()
+            self.store.table.show(row)
+        view.flags.writeable = False
+        return view
+
+    def decode(self, page: int, dtype: Any = None) -> Array:
+        """See ``Page.decode``."""
+        wanted = self.elem_type if dtype is None else np.dtype(dtype)
+        kind = wanted if wanted in KINDS else np.dtype(np.float32)
+        with self._quiet("read"):
+            row = self.store.row(page)
+            format = int(self.store.table.format[row])
+            found = self.store.codec.decode(self.store.block(row), format, kind)
+        return found.astype(wanted, copy=False)
+
+    # -- for a run
+
+    def begin(self, holder: str, access: Access) -> None:
+        """A run begins: until its end the owner's methods raise BindingInUse.
+
+        Raises:
+            errors.BindingInUse: another run writes it, or this one wants to and another reads it.
+        """
+        with self._lock:
+            if self._runs and Access.READ_WRITE in (access, self._access):
+                raise self._in_use("used by two runs")
+            self._runs.append(holder)
+            self._access = access
+
+    def end(self, holder: str) -> None:
+        """A run has ended."""
+        with self._lock:
+            self._runs.remove(holder)
+
+    def _in_use(self, what: str) -> errors.BindingInUse:
+        return errors.BindingInUse(
+            f"`{self.name}` cannot be {what} while `{self._runs[0]}` runs on it.",
+            self.name,
+            self._runs[0],
+        )
+
+    @contextlib.contextmanager
+    def _quiet(self, what: str) -> Iterator[None]:
+        """No run is going on, and no other thread changes the table."""
+        with self._lock:
+            if self._runs:
+                raise self._in_use(what)
+            yield
