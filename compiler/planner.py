@@ -24,6 +24,7 @@ from onnx_inplace.compiler import (
     lifetimes,
     listing,
     loader,
+    new_pages,
     paged_types,
     partition,
     subsession,
@@ -136,6 +137,7 @@ class _Planner:
                 *listing.of_pages(nodes, self.aliases.root),
             ),
             proofs=listing.proofs(self.loaded.judgements),
+            new_pages=new_pages.of(self.loaded),
             footprint=footprint.build(self.loaded, block, values, self.slots, self.nodes, copies),
         )
 

@@ -27,6 +27,7 @@ from onnx_inplace.compiler.contract import OutputAlias
 from onnx_inplace.compiler.errors import Location
 from onnx_inplace.compiler.memory import Footprint, Memory
 from onnx_inplace.compiler.moments import Moment, moments
+from onnx_inplace.compiler.new_pages import NewPages
 from onnx_inplace.compiler.notes import Condition, Copied, Fallback
 from onnx_inplace.compiler.paged_types import PageType
 
@@ -326,6 +327,7 @@ class ExecutionPlan:
         copies: what copies a root.
         fallbacks: what runs over the whole capacity.
         conditions: what is left to run time.
+        new_pages: pages that a run may add to paged caches.
         proofs: what holds in every run, of positions, indices and lengths.
         footprint: what ``memory`` is computed from.
     """
@@ -343,6 +345,7 @@ class ExecutionPlan:
     conditions: tuple[Condition, ...]
     proofs: tuple[Condition, ...]
     footprint: Footprint = dataclasses.field(repr=False)
+    new_pages: tuple[NewPages, ...] = ()
 
     def memory(self, **dims: int) -> Memory:
         """What a run needs, before anything is allocated.

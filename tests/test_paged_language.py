@@ -18,6 +18,7 @@ from onnx_inplace.compiler import (
     plan,
     restore,
     schema,
+    sizes,
     steps,
 )
 from onnx_inplace.dsl import (
@@ -627,3 +628,36 @@ def test_an_enum_value_that_nobody_knows_is_refused():
     with pytest.raises(errors.ContractError) as caught:
         load(proto.SerializeToString())
     assert {f.code for f in caught.value.findings} == {"E113"}
+
+
+def test_a_plan_says_how_many_pages_a_run_may_make():
+    @model
+    def write(
+        one: Mutable[Pages],
+        many: Mutable[Paged[FLOAT16[2, "heads", PAGE, D], formats.INT8]],
+        x: FLOAT16[2, H, 1, D],
+        y: FLOAT16[2, "heads", "n", D],
+        table: INT64["blocks"],
+        t: INT64[()],
+    ) -> tuple[Alias["one"], Alias["many"]]:
+        one = kv.PagedCacheUpdate(one, t, x, 0, quantized_type="INT8")
+        one = kv.PagedCacheUpdate(one, table, x, t, quantized_type="FLOAT16")
+        many = kv.PagedCacheUpdate(many, table, y, t)
+        for _ in range(t):
+            one = kv.PagedCacheConvert(one, [0, 1], quantized_type="INT4")
+        return one, many
+
+    found = plan(write).new_pages
+    dims = (2, H, PAGE, D)
+    assert [(p.root, p.format, str(p.count), p.repeated) for p in found] == [
+        ("one", "INT8", "1", False),
+        ("one", "FLOAT16", "1", False),
+        ("many", "INT8", "(((n + 30) // 32) + 1)", False),
+        ("one", "INT4", "2", True),
+    ]
+    assert found[0].bytes == formats.INT8.page_bytes(dims)
+    assert found[1].bytes == formats.FLOAT16.page_bytes(dims)
+    for n, pages in ((1, 1), (2, 2), (32, 2), (33, 2), (34, 3)):
+        size = sizes.evaluate(found[2].bytes, {"n": n, "heads": 3})
+        assert size == pages * formats.INT8.page_bytes((2, 3, PAGE, D))
+    assert found[3].bytes is None

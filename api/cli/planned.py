@@ -11,8 +11,9 @@ from rich.text import Text
 
 from onnx_inplace.compiler import notes, steps
 from onnx_inplace.compiler.memory import Bytes, Memory
+from onnx_inplace.compiler.new_pages import NewPages
 
-_Note = notes.Copied | notes.Fallback | notes.Condition
+_Note = notes.Copied | notes.Fallback | notes.Condition | NewPages
 
 
 def render(plan: steps.ExecutionPlan, path: str, dims: Mapping[str, int]) -> None:
@@ -87,12 +88,15 @@ def _given(dims: Mapping[str, int]) -> str:
 
 
 def _notes(plan: steps.ExecutionPlan) -> dict[str, Sequence[_Note]]:
-    return {
+    found: dict[str, Sequence[_Note]] = {
         "copies": plan.copies,
         "read over the whole capacity": plan.fallbacks,
         "proved": plan.proofs,
         "checked in a run": plan.conditions,
     }
+    if plan.new_pages:
+        found["new pages"] = plan.new_pages
+    return found
 
 
 def _place(location: object) -> Text:
