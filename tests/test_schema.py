@@ -12,7 +12,7 @@ import onnx
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from onnx_inplace.compiler import schema, schema_fields
+from onnx_inplace.compiler import formats, schema, schema_fields
 
 
 def stock_file() -> Any:
@@ -86,20 +86,15 @@ def test_onnx_itself_is_not_changed() -> None:
     assert schema.ModelProto is not onnx.ModelProto
 
 
-def test_a_page_format_can_be_said() -> None:
-    """INT4: K rotated, per channel over 64 tokens with a midpoint; V per token."""
-    format_ = schema.QuantizationProto(name="INT4", version=1)
-    format_.kind = schema.QuantizationProto.INTEGER
-    for side, grouping in ((format_.key, "CHANNEL"), (format_.value, "TOKEN")):
-        side.bits, side.storage_type = 4, onnx.TensorProto.UINT4
-        side.grouping = side.DESCRIPTOR.enum_values_by_name[grouping].number
-        side.group_size = 64
-        side.scale_type = side.offset_type = onnx.TensorProto.FLOAT16
-        side.offset, side.rotation = side.MIDPOINT, side.HADAMARD
-    format_.layout.order, format_.layout.version = "rows", 1
-    model = schema.ModelProto(ir_version=13, quantizations=[format_])
-    assert schema.from_text(schema.to_text(model)) == model
-    assert schema.from_json(schema.to_json(model)) == model
+def test_page_formats_survive_text_and_json() -> None:
+    protos = [page_format.to_proto() for page_format in formats.BUILTIN.values()]
+    model = schema.ModelProto(ir_version=13, quantizations=protos)
+    for read in (
+        schema.from_text(schema.to_text(model)),
+        schema.from_json(schema.to_json(model)),
+    ):
+        assert read == model
+        assert formats.read_table(read.quantizations) == formats.BUILTIN
 
 
 # -- clashes
