@@ -25,6 +25,12 @@ class Known(Protocol):
     def integers(self, value: ir.Value | None) -> Partial | None:
         """Elements of a vector of integers, as far as they are known."""
 
+    def integer(self, value: ir.Value | None) -> Size | None:
+        """The one integer that a value holds."""
+
+    def affine(self, value: ir.Value) -> tuple[ir.Value, Size] | None:
+        """A value as an integer graph input plus one number."""
+
 
 Rule = Callable[[ir.Node, Known], Sequence["Partial | None"]]
 
@@ -221,6 +227,46 @@ def _page_gather(node: ir.Node, known: Known) -> Sequence[Partial | None]:
     return ((halves, *ids[:-1], heads, tokens, width),)
 
 
+def _convolution(node: ir.Node, known: Known) -> Sequence[Partial | None]:
+    """How often the kernel fits into each axis."""
+    before, kernel = _input(node, known), _input(node, known, 1)
+    if before is None or kernel is None or "auto_pad" in node.attributes:
+        return ()
+    axes = len(before) - 2
+
+    def numbers(name: str, count: int, default: int) -> Sequence[int]:
+        found = node.attributes.get(name)
+        return [default] * count if found is None else found.as_ints()
+
+    pads = numbers("pads", 2 * axes, 0)
+    after: list[Size | None] = [before[0], kernel[0]]
+    for k, stride, dilation in zip(
+        range(axes), numbers("strides", axes, 1), numbers("dilations", axes, 1), strict=True
+    ):
+        size, width = before[k + 2], kernel[k + 2]
+        if size is None or not isinstance(width, int):
+            after.append(None)
+            continue
+        room = sizes.operation("+", size, pads[k] + pads[k + axes] - dilation * (width - 1) - 1)
+        after.append(sizes.operation("+", sizes.operation("//", room, stride), 1))
+    return (tuple(after),)
+
+
+def _range(node: ir.Node, known: Known) -> Sequence[Partial | None]:
+    """From a number to one that is so much larger, in steps of one."""
+    start, end, step = node.inputs
+    if start is None or end is None or known.integer(step) != 1:
+        return ()
+    first, last = known.integer(start), known.integer(end)
+    if first is None or last is None:
+        one, other = known.affine(start), known.affine(end)
+        if one is None or other is None or one[0] is not other[0]:
+            return ()
+        first, last = one[1], other[1]
+    length = sizes.operation("-", last, first)
+    return ((length,),) if sizes.covers(length, 0) else ()
+
+
 _SAME = (
     "Identity",
     "Cast",
@@ -329,4 +375,6 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("", "Concat"): _concat,
     ("", "Gather"): _gather,
     ("", "Attention"): _attention,
+    ("", "Range"): _range,
+    ("", "Conv"): _convolution,
 }

@@ -1,8 +1,7 @@
 """Collects what a plan needs: sizes of values and their lives, step by step.
 
 ``memory`` evaluates it. Sizes come from ``extents``: what does not follow from the dimensions of
-the inputs is named as unknown. Inside a sub-session the library decides; what is alive between
-nodes, in their order, is the estimate.
+the inputs is named as unknown. What a sub-session holds inside is found by ``subsession_memory``.
 """
 
 from __future__ import annotations
@@ -11,9 +10,17 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 
-from onnx_inplace.compiler import conditions, control, flat, integrity, loader, sizes, workspace
+from onnx_inplace.compiler import (
+    conditions,
+    integrity,
+    loader,
+    resident,
+    sizes,
+    subsession_memory,
+    workspace,
+)
 from onnx_inplace.compiler.conditions import Kind, Linear, Requirement
-from onnx_inplace.compiler.memory import BlockUse, Fit, Footprint, Item, Use
+from onnx_inplace.compiler.memory import Allocations, BlockUse, Fit, Footprint, Item, Use
 from onnx_inplace.compiler.notes import Copied
 from onnx_inplace.compiler.sizes import Size
 from onnx_inplace.compiler.steps import (
@@ -27,7 +34,6 @@ from onnx_inplace.compiler.steps import (
     Value,
 )
 
-_SHARES = {"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}  # the library copies nothing
 _INTEGERS = {ir.DataType[f"{sign}INT{bits}"] for sign in ("", "U") for bits in (8, 16, 32, 64)}
 
 
@@ -63,6 +69,7 @@ class _Collector:
         self.loaded, self.known, self.values, self.nodes = loaded, loaded.extents, values, nodes
         self.of_slot = list(slots)
         self.unknown: dict[str, None] = {}
+        self.simulation = subsession_memory.Simulation(self.known, self.bytes)
 
     def run(self, block: Block, copies: Sequence[Copied]) -> Footprint:
         graph = self.loaded.model.graph
@@ -72,13 +79,16 @@ class _Collector:
             for size in self.known.partial(value) or ()
             if isinstance(size, str)
         }
+        uses = self.block(block, list(self.integers()))
         return Footprint(
             tuple(dims),
             tuple(self.bytes(value) for value in self.loaded.mutable),
             tuple(self.copied(copies)),
-            self.block(block, list(self.integers())),
+            uses,
             tuple(self.fits()),
             tuple(self.unknown),
+            tuple(self.simulation.estimates),
+            resident.weights(block, self.values, self.of_slot, self.nodes),
         )
 
     def bytes(self, value: ir.Value) -> Size:
@@ -144,7 +154,7 @@ class _Collector:
         match step:
             case SubSession():
                 kept = {self.of_slot[port.slot] for port in step.outputs}
-                return Use(self.inside(nodes, kept))
+                return Use(self.simulation.workspace(nodes, kept))
             case Branch():
                 return Use((), 0, (self.block(step.then), self.block(step.otherwise)))
             case Repeat():
@@ -158,13 +168,13 @@ class _Collector:
                 return self.rounds(step, [*step.carried, *copied])
             case _:
                 needs = [self.kernel(node) for node in nodes]
-                return Use(tuple(size for size in needs if size is not None))
+                return Use(tuple(together for found in needs for together in found))
 
-    def kernel(self, node: ir.Node) -> Size | None:
+    def kernel(self, node: ir.Node) -> tuple[Allocations, ...]:
         found = workspace.of(node, self.known)
         if found is None:
             self.unknown[f"workspace of {node.op_type}"] = None
-        return found
+        return found or ()
 
     def rounds(self, step: Repeat | ScanStep, held: Sequence[int]) -> Use:
         collected: Size = 0  # one array a round, until they are put together
@@ -172,42 +182,6 @@ class _Collector:
             collected = sizes.operation("+", collected, self.bytes(self.of_slot[whole.slot]))
         fresh = [slot for slot in held if self.values[slot].storage is Storage.FRESH]
         return Use((), collected, (self.block(step.body, fresh),))
-
-    # -- inside of sub-sessions
-
-    def inside(self, nodes: Sequence[ir.Node], kept: set[ir.Value]) -> tuple[Size, ...]:
-        """What is alive at each node; the largest of it depends on the dimensions."""
-        owner: dict[ir.Value, ir.Value] = {}
-        last: dict[ir.Value, int] = {}
-        for index, node in enumerate(nodes):
-            for value in flat.captures(node):
-                value = owner.get(value, value)
-                if value in last:
-                    last[value] = index
-            source = node.inputs[0] if node.inputs else None
-            for output in node.outputs:
-                if output in kept or not output.name:
-                    continue
-                if node.domain == "" and node.op_type in _SHARES and source is not None:
-                    owner[output] = owner.get(source, source)
-                else:
-                    last[output] = index
-        ends: dict[int, list[Size]] = {}
-        alive: Size = 0
-        found: dict[Size, None] = {0: None}
-        for index, node in enumerate(nodes):
-            for output in node.outputs:
-                if output in last:
-                    size = self.bytes(output)
-                    alive = sizes.operation("+", alive, size)
-                    ends.setdefault(last[output], []).append(size)
-            found[alive] = None
-            for body in control.bodies(node):
-                for more in self.inside(list(body), set()):
-                    found[sizes.operation("+", alive, more)] = None
-            for size in ends.pop(index, ()):
-                alive = sizes.operation("-", alive, size)
-        return tuple(found)
 
     # -- what must fit
 

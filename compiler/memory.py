@@ -1,54 +1,110 @@
 """What a run needs, before anything is allocated: in bytes, or as formulas of the dimensions.
 
-Facts and their evaluation only; ``footprint`` collects them when a model is planned. A cache that
-is updated in place is counted once, however often it is written.
+Facts and their evaluation only; ``footprint`` collects them when a model is planned, and
+``symbols`` says what is left where dimensions are missing. A cache that is updated in place is
+counted once, however often it is written.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeAlias
 
 import sympy
 
 from onnx_inplace.compiler import arena, sizes, symbols
-from onnx_inplace.compiler.errors import BindingError, ContractError, Finding, Location
+from onnx_inplace.compiler.errors import (
+    BindingError,
+    ContractError,
+    Finding,
+    Location,
+    MemoryBudget,
+)
 from onnx_inplace.compiler.sizes import Size
+
+THREADS = "<threads>"  # a size that is no dimension: how many threads a run may use
+PORTABLE = "<portable>"  # another: 1 where the kernels for every CPU run, else 0
+UNIT = 256  # [bytes] allocations of the library are multiples of it
 
 Bytes: TypeAlias = "int | sympy.Expr"
 """A number where all dimensions are given, else a formula of those that are not."""
 
+Allocations: TypeAlias = "tuple[Size, ...]"
+"""Bytes of what a step has allocated at one time, each number one allocation."""
+
+
+def machine(dims: Mapping[str, int], threads: int = 1, portable: bool = False) -> dict[str, int]:
+    """Sizes that a workspace depends on: dimensions, and what is told of the machine."""
+    return {**dims, THREADS: threads, PORTABLE: int(portable)}
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Memory:
-    """The most that a run holds at once.
+    """The most that a session and one binding hold at once.
 
-    What the caller passes in for one run, and weights, are not in it; copies of integers that he
-    passes in are. With formulas, ``values``
-    leaves out what alignment and the layout of the arena add.
+    What the caller passes in for one run is not in it; copies of integers that he passes in are.
+    With formulas, ``values`` leaves out what alignment and the layout of the arena add, and
+    ``workspace`` is that of the step that needs most, whatever is alive at it: a bound.
 
     Attributes:
         caches: mutable inputs, each once.
-        values: what passes between steps, buffers of the arena and results included.
-        workspace: temporary bytes of the step that needs most, with one thread. For kernels at
-            most that; for sub-sessions an estimate: what is alive between their nodes.
-        pages: new pages of paged caches, which are not there yet.
+        values: what passes between steps: buffers of the arena, which stay between runs, and the
+            most that is alive together of what each run makes anew, results included.
+        workspace: what the peak of a run holds beyond ``values``: temporary bytes of kernels, and
+            what is alive between the nodes of a sub-session.
+        pages: new pages of paged caches.
+        weights: of the model, each once, and copies of them in another form.
+        weights_in: parts of ``weights``, by what they are.
         extra_cache_bytes: copies of caches, which are part of ``values``.
         unknown: values and steps whose size depends on data: they are not counted.
+        estimates: operators of sub-sessions whose kernels may take memory that is not counted.
     """
 
     caches: Bytes
     values: Bytes
     workspace: Bytes
     pages: Bytes
+    weights: int
+    weights_in: Mapping[str, int]
     extra_cache_bytes: Bytes
     unknown: tuple[str, ...]
+    estimates: tuple[str, ...]
 
     @property
     def peak(self) -> Bytes:
-        """All of it."""
+        """What running takes: all but the weights."""
         return self.caches + self.values + self.workspace + self.pages
+
+    @property
+    def total(self) -> Bytes:
+        """All of it."""
+        return self.weights + self.peak
+
+    def require(self, budget: int) -> None:
+        """Raise unless ``total`` is known, and at most ``budget`` bytes.
+
+        Raises:
+            MemoryBudget: it is more.
+            BindingError: a dimension is missing, or ``unknown`` names what is not counted.
+        """
+        total = self.total
+        if not isinstance(total, int):
+            missing = sorted(symbol.name for symbol in total.free_symbols)
+            raise BindingError(f"the sizes are missing: {', '.join(missing)}.", missing[0])
+        if total > budget:
+            names = ("weights", "caches", "values", "workspace", "pages")
+            parts = ", ".join(f"{name} {getattr(self, name):,}" for name in names)
+            raise MemoryBudget(
+                f"{total:,} bytes are needed, {budget:,} may be used: {parts}.", total, budget
+            )
+        if self.unknown:
+            raise BindingError(
+                f"{total:,} bytes are known of {budget:,} that may be used, but sizes that depend "
+                f"on data are not: {', '.join(self.unknown)}.",
+                self.unknown[0],
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,14 +118,22 @@ class Item:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Use:
-    """What a step needs beside values: temporary bytes, elements that it collects, its blocks.
+    """What a step needs beside values.
 
-    ``workspace``: the largest of these; which one that is depends on the dimensions.
+    Attributes:
+        workspace: what it has allocated at different times; which needs most depends on the
+            dimensions.
+        collected: elements that it collects.
+        blocks: that it executes.
     """
 
-    workspace: tuple[Size, ...] = ()
+    workspace: tuple[Allocations, ...] = ()
     collected: Size = 0
     blocks: tuple[BlockUse, ...] = ()
+
+    def most(self, dims: Mapping[str, int]) -> int:
+        """Bytes of the workspace that needs most; the library rounds every allocation."""
+        return max((_rounded(together, dims) for together in self.workspace), default=0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,7 +174,16 @@ class Fit:
 class Footprint:
     """All that ``Memory`` is computed from.
 
-    ``dims``: names of the dimensions of the graph's inputs.
+    Attributes:
+        dims: names of the dimensions of the graph's inputs.
+        caches: bytes of each mutable input.
+        copied: bytes of each copy of a cache.
+        block: of the plan.
+        fits: what must hold of the dimensions.
+        unknown: see ``Memory``.
+        estimates: see ``Memory``.
+        weights: bytes by what they are: as the model gives them, repacked, ...
+        pages: the most bytes of pages that each step may add to a paged cache in one run.
     """
 
     dims: tuple[str, ...]
@@ -119,26 +192,47 @@ class Footprint:
     block: BlockUse
     fits: tuple[Fit, ...]
     unknown: tuple[str, ...]
+    estimates: tuple[str, ...] = ()
+    weights: Mapping[str, int] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
+    pages: tuple[Size, ...] = ()
 
-    def memory(self, dims: Mapping[str, int]) -> Memory:
+    def memory(
+        self, dims: Mapping[str, int], threads: int = 1, *, portable: bool = False
+    ) -> Memory:
         """What a run with these dimensions needs; formulas where some are missing.
+
+        Args:
+            dims: sizes by name of the dimension.
+            threads: how many a run may use.
+            portable: of the kernels for every CPU, not of those for AVX-512.
 
         Raises:
             BindingError: the model has no such dimension, or the size is none.
             ContractError: no run with these dimensions is possible (E112, E102).
         """
         self._known(dims)
+        if threads < 1:
+            raise BindingError(f"threads is {threads}: at least 1 is needed.", "threads")
+        given = machine(dims, threads, portable)
         if len(dims) < len(self.dims):
-            return self._formulas(dims)
+            return self._memory(*self._formulas(given))
         self._possible(dims)
-        return Memory(
-            sum(sizes.evaluate(size, dims) for size in self.caches),
-            sum(_laid_out(block, dims)[1] for block in self.block.all()) + _alive(self.block, dims),
-            max((sizes.evaluate(size, dims) for size in self._workspaces()), default=0),
-            0,
-            sum(sizes.evaluate(size, dims) for size in self.copied),
-            self.unknown,
+        alive, most = _most(self.block, given)
+        buffers = sum(_laid_out(block, dims)[1] for block in self.block.all())
+        caches, pages, copied = (
+            sum(sizes.evaluate(size, dims) for size in terms)
+            for terms in (self.caches, self.pages, self.copied)
         )
+        return self._memory(caches, buffers + alive, most - alive, pages, copied)
+
+    def _memory(
+        self, caches: Bytes, values: Bytes, workspace: Bytes, pages: Bytes, copied: Bytes
+    ) -> Memory:
+        weights = sum(self.weights.values())
+        return Memory(
+            caches, values, workspace, pages, weights, self.weights, copied, self.unknown,
+            self.estimates,
+        )  # fmt: skip
 
     def layout(self, dims: Mapping[str, int]) -> tuple[Mapping[int, tuple[int, int]], ...]:
         """Begin and end of each buffer in its block's arena, by slot; blocks in program order.
@@ -151,10 +245,6 @@ class Footprint:
         if missing:
             raise BindingError(f"missing sizes: {', '.join(missing)}.", missing[0])
         return tuple(_laid_out(block, dims)[0] for block in self.block.all())
-
-    def _workspaces(self) -> dict[Size, None]:
-        uses = (step for block in self.block.all() for step in block.steps)
-        return dict.fromkeys(size for use in uses for size in use.workspace)
 
     def _known(self, dims: Mapping[str, int]) -> None:
         strange = [name for name in dims if name not in self.dims]
@@ -173,19 +263,17 @@ class Footprint:
         if found:
             raise ContractError(found)
 
-    def _formulas(self, dims: Mapping[str, int]) -> Memory:
+    def _formulas(self, dims: Mapping[str, int]) -> tuple[Bytes, Bytes, Bytes, Bytes, Bytes]:
         def whole(terms: Sequence[Size]) -> Bytes:
-            return symbols.expression(_sum(terms), dims)
+            return symbols.largest([sizes.total(terms)], dims)
 
-        passing = _largest([symbols.expression(size, dims) for size in _alive_formulas(self.block)])
-        buffers: Bytes = 0
-        for block in self.block.all():
-            sums = _sums(block.buffers, len(block.steps))
-            buffers += _largest([symbols.expression(size, dims) for size in dict.fromkeys(sums)])
-        workspace = _largest([symbols.expression(size, dims) for size in self._workspaces()])
-        return Memory(
-            whole(self.caches), buffers + passing, workspace, 0, whole(self.copied), self.unknown
-        )
+        blocks = list(self.block.all())
+        values = symbols.largest(_alive_formulas(self.block), dims)
+        for block in blocks:
+            values += symbols.largest(_sums(block.buffers, len(block.steps)), dims)
+        together = (a for block in blocks for use in block.steps for a in use.workspace)
+        workspace = symbols.largest([sizes.total(a) for a in dict.fromkeys(together)], dims)
+        return whole(self.caches), values, workspace, whole(self.pages), whole(self.copied)
 
 
 def _laid_out(block: BlockUse, dims: Mapping[str, int]) -> tuple[dict[int, tuple[int, int]], int]:
@@ -198,27 +286,34 @@ def _laid_out(block: BlockUse, dims: Mapping[str, int]) -> tuple[dict[int, tuple
     return places, total + (arena.ALIGNMENT if total else 0)  # room to align the whole
 
 
-def _alive(block: BlockUse, dims: Mapping[str, int]) -> int:
-    """The most bytes of values that are made anew and alive together."""
+def _most(block: BlockUse, dims: Mapping[str, int]) -> tuple[int, int]:
+    """The most bytes that are alive together of what is made anew; and with all workspace."""
     alive = [0] * (len(block.steps) + 1)
     for item in block.passing:
         size = sizes.evaluate(item.size, dims)
         for step in range(max(item.life[0], 0), item.life[1] + 1):
             alive[step] += size
+    most = alive.copy()
     for index, use in enumerate(block.steps):
-        alive[index] += sizes.evaluate(use.collected, dims)
-        alive[index] += max((_alive(inner, dims) for inner in use.blocks), default=0)
-    return max(alive)
+        inner = [_most(inner, dims) for inner in use.blocks]
+        collected = sizes.evaluate(use.collected, dims)
+        alive[index] += collected + max((values for values, _ in inner), default=0)
+        most[index] += collected + max((*(m for _, m in inner), use.most(dims)))
+    return max(alive), max(*alive, *most)
 
 
-def _alive_formulas(block: BlockUse) -> dict[Size, None]:
+def _rounded(together: Allocations, dims: Mapping[str, int]) -> int:
+    return sum(-(-sizes.evaluate(size, dims) // UNIT) * UNIT for size in together)
+
+
+def _alive_formulas(block: BlockUse) -> list[Size]:
     found: dict[Size, None] = {}
     for index, size in enumerate(_sums(block.passing, len(block.steps))):
         use = block.steps[index] if index < len(block.steps) else Use()
         inner = [s for b in use.blocks for s in _alive_formulas(b)]
         for more in inner or [0]:
-            found[_sum((size, use.collected, more))] = None
-    return found
+            found[sizes.total((size, use.collected, more))] = None
+    return list(found)
 
 
 def _sums(items: Sequence[Item], steps: int) -> list[Size]:
@@ -227,27 +322,7 @@ def _sums(items: Sequence[Item], steps: int) -> list[Size]:
     for item in items:
         for step in range(max(item.life[0], 0), item.life[1] + 1):
             alive[step].append(item.size)
-    return [_sum(terms) for terms in alive]
-
-
-def _sum(terms: Sequence[Size]) -> Size:
-    total: Size = 0
-    for term in terms:
-        total = sizes.operation("+", total, term)
-    return total
-
-
-def _largest(formulas: Sequence[sympy.Expr]) -> sympy.Expr:
-    """The largest, without those that never are: another one minus it is nothing negative."""
-    kept: list[sympy.Expr] = []
-    for formula in dict.fromkeys(sympy.expand(f) for f in formulas):
-        if any((other - formula).is_nonnegative for other in kept):
-            continue
-        kept = [other for other in kept if not (formula - other).is_nonnegative]
-        kept.append(formula)
-    if not kept:
-        return sympy.Integer(0)
-    return kept[0] if len(kept) == 1 else sympy.Max(*kept, evaluate=False)
+    return list(dict.fromkeys(sizes.total(terms) for terms in alive))
 
 
 def _fits(fit: Fit, dims: Mapping[str, int]) -> bool:

@@ -1,7 +1,8 @@
 """What a run holds at each of its steps; ``memory`` says the most of it.
 
 The same lives and sizes: the largest of what passes, and the whole of the arenas, are
-``Memory.values``; the largest ``workspace`` is that of ``Memory``.
+``Memory.values``; what passes and workspace together are at most that much more than
+``Memory.workspace`` says.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from onnx_inplace.compiler import sizes
-from onnx_inplace.compiler.memory import BlockUse, Footprint
+from onnx_inplace.compiler.memory import BlockUse, Footprint, machine
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def _block(
                 total[step] += size
     for index, use in enumerate(block.steps):
         alive[index] += sizes.evaluate(use.collected, dims)
-        needed = max((sizes.evaluate(size, dims) for size in use.workspace), default=0)
+        needed = use.most(machine(dims))
         yield Moment(numbers[id(block)], index, held[index], alive[index], needed)
         for inner in use.blocks:
             yield from _block(inner, dims, numbers, held[index], alive[index])

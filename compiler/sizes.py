@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
-    """``left operator right``: one of + - * // (which is 0 where ``right`` is 0)."""
+    """``left operator right``: one of + - * // (which is 0 where ``right`` is 0), min, max."""
 
     operator: str
     left: Size
@@ -48,13 +48,17 @@ def operation(operator: str, left: Size, right: Size) -> Size:
     if operator == "//":
         exact = _quotient(a, b)
         return Operation("//", left, right) if exact is None else _size(exact)
+    if operator in ("min", "max"):
+        if isinstance(left, int) and isinstance(right, int):
+            return min(left, right) if operator == "min" else max(left, right)
+        return Operation(operator, left, right)
     return _size(_combine(operator, a, b))
 
 
 def _polynomial(size: Size) -> _Polynomial:
     if isinstance(size, int):
         return {(): size}
-    if isinstance(size, str) or size.operator == "//":
+    if isinstance(size, str) or size.operator in ("//", "min", "max"):
         return {(size,): 1}
     return _combine(size.operator, _polynomial(size.left), _polynomial(size.right))
 
@@ -119,6 +123,28 @@ def product(sizes: Iterable[Size]) -> Size:
     return total
 
 
+def total(sizes: Iterable[Size]) -> Size:
+    """Sum of sizes."""
+    polynomial: _Polynomial = {}
+    for size in sizes:
+        polynomial = _combine("+", polynomial, _polynomial(size))
+    return _size(polynomial)
+
+
+def covers(larger: Size, smaller: Size) -> bool:
+    """Whether ``larger`` is never less: the difference takes nothing away."""
+    return all(factor >= 0 for factor in _polynomial(operation("-", larger, smaller)).values())
+
+
+def partly(size: Size, dims: Mapping[str, int]) -> Size:
+    """The size with numbers for the dimensions that are given."""
+    if isinstance(size, int):
+        return size
+    if isinstance(size, str):
+        return dims.get(size, size)
+    return operation(size.operator, partly(size.left, dims), partly(size.right, dims))
+
+
 def evaluate(size: Size, dims: Mapping[str, int]) -> int:
     """The number that a size is with these dimensions."""
     if isinstance(size, int):
@@ -132,6 +158,10 @@ def evaluate(size: Size, dims: Mapping[str, int]) -> int:
         return left - right
     if size.operator == "*":
         return left * right
+    if size.operator == "min":
+        return min(left, right)
+    if size.operator == "max":
+        return max(left, right)
     return left // right if right else 0
 
 

@@ -100,12 +100,16 @@ class SubSession:
 
     ``model`` is a serialized ModelProto. ``weights`` are declared as its initializers without
     their payload (external data without a file): the runner supplies them.
+
+    ``packs``: whether the library may keep copies of weights in a form of its own. Not if another
+    step needs one of them as it is: there would be two.
     """
 
     model: bytes
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     weights: tuple[Weight, ...]
+    packs: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -347,10 +351,12 @@ class ExecutionPlan:
     footprint: Footprint = dataclasses.field(repr=False)
     new_pages: tuple[NewPages, ...] = ()
 
-    def memory(self, **dims: int) -> Memory:
+    def memory(self, threads: int = 1, /, **dims: int) -> Memory:
         """What a run needs, before anything is allocated.
 
         Args:
+            threads: how many a run may use; only by position, so that a dimension may have the
+                name.
             **dims: sizes of the dimensions of the inputs; without all of them the answer is in
                 formulas of the others. A dimension without a name is called ``input[axis]``.
 
@@ -358,7 +364,7 @@ class ExecutionPlan:
             errors.BindingError: the model has no such dimension, or the size is none.
             errors.ContractError: no run with these dimensions is possible (E112, E102).
         """
-        return self.footprint.memory(dims)
+        return self.footprint.memory(dims, threads)
 
     def layout(self, **dims: int) -> tuple[Mapping[int, tuple[int, int]], ...]:
         """Begin and end of each buffer in the arena of its block, by slot.

@@ -11,6 +11,8 @@ from onnx_inplace.compiler import control, errors, flat, integrity, weights
 from onnx_inplace.compiler.extents import Extents
 from onnx_inplace.compiler.steps import Port, SubSession, Weight
 
+# Operators that take a constant input as it is. Others may repack it into memory of their own.
+_KEEP = {"Add", "Div", "Gather", "GatherElements", "GatherND", "Identity", "Mul", "Slice", "Sub"}
 IN_MEMORY = "in memory"  # location of a weight that no file holds; the runner replaces it
 
 
@@ -53,13 +55,13 @@ def build(
         ],
         functions=[ir.to_proto(f) for f in functions],
     )
+    outside = [v for v in initializers if not _stands_inside(v)]
     return SubSession(
         proto.SerializeToString(deterministic=True),
         tuple(Port(_name(v), slots[v]) for v in entering),
         tuple(Port(_name(v), slots[v]) for v in wanted),
-        tuple(
-            Weight(_name(v), _tensor(v), v in shared) for v in initializers if not _stands_inside(v)
-        ),
+        tuple(Weight(_name(v), _tensor(v), v in shared) for v in outside),
+        not _repacked(nodes, {v for v in outside if v in shared}),
     )
 
 
@@ -87,6 +89,13 @@ def _name_nodes(proto: onnx.NodeProto, node: ir.Node) -> None:
             body = node.attributes[attribute.name].as_graph()
             for inner_proto, inner in zip(attribute.g.node, body, strict=True):
                 _name_nodes(inner_proto, inner)
+
+
+def _repacked(nodes: Sequence[ir.Node], weights: set[ir.Value]) -> bool:
+    """Whether an operator that uses one of these weights may make a packed copy of it."""
+    return any(
+        node.op_type not in _KEEP and not weights.isdisjoint(node.inputs) for node in _all(nodes)
+    )
 
 
 def _stands_inside(value: ir.Value) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import sympy
 
+from onnx_inplace.compiler import sizes
 from onnx_inplace.compiler.sizes import Size
 
 
@@ -24,4 +25,19 @@ def expression(size: Size, dims: Mapping[str, int] | None = None) -> sympy.Expr:
         return left - right
     if size.operator == "*":
         return left * right
+    if size.operator in ("min", "max"):
+        return (sympy.Min if size.operator == "min" else sympy.Max)(left, right)
     return sympy.floor(left / right) if right != 0 else sympy.Integer(0)
+
+
+def largest(terms: Iterable[Size], dims: Mapping[str, int]) -> sympy.Expr:
+    """The largest of some sizes; those that never are, are left out."""
+    kept: list[Size] = []
+    for term in dict.fromkeys(sizes.partly(term, dims) for term in terms):
+        if not any(sizes.covers(other, term) for other in kept):
+            kept = [other for other in kept if not sizes.covers(term, other)]
+            kept.append(term)
+    expressions = [sympy.expand(expression(term)) for term in kept]
+    if not expressions:
+        return sympy.Integer(0)
+    return expressions[0] if len(expressions) == 1 else sympy.Max(*expressions, evaluate=False)

@@ -274,6 +274,25 @@ def test_plan_refuses_dimensions_that_are_none(folder: Path) -> None:
     assert "DIMENSION:SIZE" in fails(2, "plan", "loop.onnx", "--dims", "heads")
 
 
+def test_plan_says_whether_it_fits_before_anything_is_allocated(folder: Path) -> None:
+    """In a kibibyte less than it needs it does not; a terabyte of caches is refused, not made."""
+    dims = "heads:2,capacity:1024,n:1"
+    total = json.loads(ok("plan", "loop.onnx", "--dims", dims, "--json"))["memory"]["total"]
+    assert "total" in ok("plan", "loop.onnx", "--dims", dims, "--budget", str(total))
+    text = fails(1, "plan", "loop.onnx", "--dims", dims, "--budget", str(total - 1))
+    assert "MemoryBudget" in text and f"{total:,}" in text and f"{total - 1:,}" in text
+    huge = "heads:1024,capacity:1073741824,n:1"
+    assert "caches" in fails(1, "plan", "loop.onnx", "--dims", huge, "--budget", "4GiB")
+    assert ok("plan", "loop.onnx", "--dims", dims, "--budget", "0.5 GB")
+
+
+def test_plan_needs_sizes_and_a_size_to_say_whether_it_fits(folder: Path) -> None:
+    text = fails(1, "plan", "loop.onnx", "--dims", "heads:2", "--budget", "4GiB")
+    assert "capacity" in text and "n" in text
+    assert "GiB" in fails(2, "plan", "loop.onnx", "--budget", "4 gigs")
+    assert "threads" in fails(2, "plan", "loop.onnx", "--threads", "0")
+
+
 def test_plan_writes_a_page(folder: Path) -> None:
     dims = "heads:2,capacity:8,n:1"
     assert ok("plan", "loop.onnx", "--html", "loop.html", "--dims", dims) == "loop.html: ok\n"

@@ -205,6 +205,13 @@ def plan_(
         str | None,
         typer.Option("--dims", metavar="DIMS", help="batch:1,max_length:64: bytes, not formulas."),
     ] = None,
+    threads: Annotated[
+        int, typer.Option("--threads", min=1, help="How many threads a run may use.")
+    ] = 1,
+    budget: Annotated[
+        str | None,
+        typer.Option("--budget", metavar="SIZE", help="4GiB: fail if all of it does not fit."),
+    ] = None,
     html: Annotated[
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write a page for a browser instead."),
@@ -213,17 +220,20 @@ def plan_(
 ) -> None:
     """Print the steps of a run, its memory, what copies, what is proved and what a run checks."""
     sizes = {} if dims is None else values.sizes(dims, "--dims")
+    limit = None if budget is None else values.amount(budget, "--budget")
     if html is not None and not html.absolute().parent.is_dir():
         raise typer.BadParameter(f"{html} is in no folder that exists", param_hint="--html")
     plan = compiler.plan(model)
+    if limit is not None:
+        plan.memory(threads, **sizes).require(limit)
     if html is not None:
         html.write_text(page.render(plan, str(model), sizes), encoding="utf-8")
     if json_:
-        report.print_json(planned.to_json(plan, sizes))
+        report.print_json(planned.to_json(plan, sizes, threads))
     elif html is not None:
         print(f"{html}: ok")
     else:
-        planned.render(plan, str(model), sizes)
+        planned.render(plan, str(model), sizes, threads)
 
 
 @app.command()

@@ -16,14 +16,14 @@ from onnx_inplace.compiler.new_pages import NewPages
 _Note = notes.Copied | notes.Fallback | notes.Condition | NewPages
 
 
-def render(plan: steps.ExecutionPlan, path: str, dims: Mapping[str, int]) -> None:
+def render(plan: steps.ExecutionPlan, path: str, dims: Mapping[str, int], threads: int) -> None:
     """Draw a plan; colours only on a terminal, and no line is broken or cut.
 
     Raises:
         errors.BindingError: the model has no such dimension.
         errors.ContractError: no run with these dimensions is possible.
     """
-    memory = plan.memory(**dims)
+    memory = plan.memory(threads, **dims)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(Text(path, "dim"))
     for depth, line in _block(plan, plan.block, 1):
@@ -39,27 +39,30 @@ def render(plan: steps.ExecutionPlan, path: str, dims: Mapping[str, int]) -> Non
             console.print(Text(f"  {note}").append_text(_place(note.location)))
 
 
-def to_json(plan: steps.ExecutionPlan, dims: Mapping[str, int]) -> dict[str, object]:
+def to_json(plan: steps.ExecutionPlan, dims: Mapping[str, int], threads: int) -> dict[str, object]:
     """For programs.
 
     Raises:
         errors.BindingError: the model has no such dimension.
         errors.ContractError: no run with these dimensions is possible.
     """
-    memory = plan.memory(**dims)
+    memory = plan.memory(threads, **dims)
     lines = ["  " * (depth - 1) + line.plain for depth, line in _block(plan, plan.block, 1)]
     texts = {title: [str(note) for note in found] for title, found in _notes(plan).items()}
     sizes = {name: _json(getattr(memory, name)) for name, _, _ in _PARTS}
-    counted = {**sizes, "unknown": list(memory.unknown)}
+    lists = {"unknown": list(memory.unknown), "estimates": list(memory.estimates)}
+    counted = {**sizes, "weights_in": dict(memory.weights_in), **lists}
     return {"ok": True, "steps": lines, "memory": counted, **texts}
 
 
 _PARTS = (
     ("caches", "caches", "lent by the caller, written in place"),
     ("values", "values", "buffers, results, what passes between steps"),
-    ("workspace", "workspace", "temporary, of the step that needs most"),
+    ("workspace", "workspace", "temporary, at the peak"),
     ("pages", "new pages", "of paged caches"),
-    ("peak", "peak", "all of it"),
+    ("peak", "peak", "what running takes: all of the above"),
+    ("weights", "weights", "of the model, and copies in other forms"),
+    ("total", "total", "peak and weights"),
     ("extra_cache_bytes", "copies of caches", "part of values"),
 )
 
@@ -69,6 +72,8 @@ def memory_rows(memory: Memory) -> list[tuple[str, str, str]]:
     rows = [(title, amount(getattr(memory, name)), note) for name, title, note in _PARTS]
     if memory.unknown:
         rows.append(("not counted", ", ".join(memory.unknown), "depends on data"))
+    if memory.estimates:
+        rows.append(("estimated", ", ".join(memory.estimates), "kernels may take workspace"))
     return rows
 
 

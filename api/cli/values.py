@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,26 @@ def sizes(
             raise typer.BadParameter(f"{who}{part!r} is {form}", param_hint=option)
         found[dim.strip()] = int(size)
     return found
+
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{end}": factor**power
+    for power, letter in enumerate("KMGT", 1)
+    for end, factor in (("iB", 1024), ("B", 1000))
+}
+
+
+def amount(text: str, option: str) -> int:
+    """Bytes: ``4GiB``, ``500 MB``, ``1073741824``.
+
+    Raises:
+        typer.BadParameter: another form.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if found is None or found[2] not in _UNITS:
+        known = ", ".join(unit for unit in _UNITS if unit)
+        raise typer.BadParameter(f"{text!r} is no number of {known}", param_hint=option)
+    return int(Fraction(found[1]) * _UNITS[found[2]])
 
 
 def open_cache(argument: CacheArgument) -> np.ndarray[Any, Any]:

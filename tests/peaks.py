@@ -1,0 +1,216 @@
+"""Measures what a model takes when it runs, part by part, in processes of their own.
+
+    python tests/peaks.py HOW MODEL.onnx THREADS FEEDS.npz [DIMENSION=SIZE ...]
+
+prints one JSON document with what one way of measuring sees; ``measure`` starts the processes and
+puts the parts together. HOW is one of
+
+    allocations  what malloc hands out, counted by ``allocations.c``; onnxruntime's arena is taken
+                 away, so that every allocation of it is one of malloc
+    traced       what numpy asks for, by tracemalloc
+    resident     memory as Linux counts it, with everything as a user has it
+"""
+
+import ctypes
+import dataclasses
+import gc
+import json
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import allocations
+import meter
+import numpy as np
+
+from onnx_inplace import Session
+from onnx_inplace.compiler import sizes
+from onnx_inplace.compiler.memory import BlockUse, machine
+from onnx_inplace.compiler.steps import Block, SubSession
+from onnx_inplace.runner import library
+
+RUNS = 4  # the first notes shapes, the second prepares buffers
+_CACHE_LINE = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Peaks:
+    """Bytes, beyond what the process held before; it had run the model once, on other memory.
+
+    Attributes:
+        weights: what onnxruntime holds when the model is loaded: packed weights, and small ones.
+        caches: arrays that were lent.
+        run: peak of what malloc handed out from making the caches to the last run.
+        library: peak of what onnxruntime had during a run whose buffers were prepared.
+        traced: peak of what numpy was asked for from making the caches to the last run.
+        resident: growth of resident memory in the same time; what earlier runs left is in it.
+        stated: what the plan says of ``run``, caches included.
+        stated_values: what it says of values.
+        inside: what it says of ``library``.
+        packed: what it says of packed weights, which are most of ``weights``.
+    """
+
+    weights: int
+    caches: int
+    run: int
+    library: int
+    traced: int
+    resident: int
+    stated: int
+    stated_values: int
+    inside: int
+    packed: int
+
+
+def measure(
+    model: Path, feeds: Mapping[str, np.ndarray], folder: Path, threads: int = 1, **dims: int
+) -> Peaks:
+    """Run ``model`` with ``feeds``; ``dims`` are the sizes of all dimensions."""
+    np.savez(folder / "feeds.npz", **feeds)
+    given = [f"{name}={size}" for name, size in dims.items()]
+    found: dict[str, int] = {}
+    for how in WAYS:
+        done = subprocess.run(
+            [sys.executable, __file__, how, str(model), str(threads), "feeds.npz", *given],
+            env=allocations.environment(folder) if how == "allocations" else None,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        if done.returncode:
+            raise AssertionError(done.stderr)
+        found |= json.loads(done.stdout.splitlines()[-1])
+    return Peaks(**found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A loaded model and what it is run with."""
+
+    session: Session
+    feeds: Mapping[str, Any]
+    dims: Mapping[str, int]
+
+    def run(self, before_last: Callable[[], None] = lambda: None) -> None:
+        """Make caches, written, so that their memory is there; bind them and run."""
+        arrays = {}
+        for port in self.session.mutable_inputs:
+            sizes_ = {dim: self.dims[dim] for dim in port.dims}
+            arrays[port.name] = self.session.allocate(port.name, **sizes_)
+            arrays[port.name][...] = 0
+        with self.session.bind(**arrays) as step:
+            for k in range(RUNS):
+                if k == RUNS - 1:
+                    before_last()
+                step.run(**self.feeds)
+
+
+def _quiet() -> None:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def take_the_arena_away() -> None:
+    """Every allocation of onnxruntime is one of malloc from here on."""
+    options = library.Library._options
+
+    def without_arena(self: library.Library) -> Any:
+        found = options(self)
+        found.enable_cpu_mem_arena = False
+        found.add_session_config_entry("session.use_env_allocators", "0")
+        return found
+
+    library.Library._options = without_arena  # type: ignore[method-assign]
+
+
+def count_allocations(load: Callable[[], Subject]) -> dict[str, int]:
+    """Of malloc; and what the plan says."""
+    take_the_arena_away()
+    load()  # compiles kernels
+    _quiet()
+    before = allocations.read()
+    subject = load()
+    weights = allocations.read().aligned - before.aligned
+    subject.run()
+    _quiet()
+    before, last = allocations.read(), []
+
+    def restart() -> None:
+        last.append(allocations.read())
+        allocations.restart()
+
+    allocations.restart()
+    subject.run(restart)
+    after = allocations.read()
+    threads, plan = subject.session.threads, subject.session.plan
+    memory = plan.memory(threads, **subject.dims)
+    return {
+        "weights": weights,
+        "caches": int(memory.caches),
+        "run": max(last[0].all_peak, after.all_peak) - before.all,
+        "library": after.aligned_peak - last[0].aligned,
+        "stated": int(memory.peak),
+        "stated_values": int(memory.values),
+        "inside": inside(plan.block, plan.footprint.block, machine(subject.dims, threads)),
+        "packed": memory.weights_in.get("packed by onnxruntime", 0),
+    }
+
+
+def trace(load: Callable[[], Subject]) -> dict[str, int]:
+    """Of numpy."""
+    subject = load()
+    tracemalloc.start()
+    subject.run()  # what Python keeps once is none of the binding's
+    gc.collect()
+    tracemalloc.reset_peak()
+    start, _ = tracemalloc.get_traced_memory()
+    subject.run()
+    return {"traced": tracemalloc.get_traced_memory()[1] - start}
+
+
+def see_resident(load: Callable[[], Subject]) -> dict[str, int]:
+    """Of everybody, as soon as it is touched."""
+    if not meter.AVAILABLE:
+        return {"resident": 0}
+    subject = load()
+    _quiet()
+    meter.restart()
+    before = meter.peak()
+    subject.run()
+    return {"resident": meter.peak() - before}
+
+
+WAYS = {"allocations": count_allocations, "traced": trace, "resident": see_resident}
+
+
+def inside(block: Block, use: BlockUse, given: Mapping[str, int]) -> int:
+    """The most that the plan says of the inside of a sub-session, rounded as malloc's caller does.
+
+    The arena rounds more.
+    """
+    most = 0
+    for step, needs in zip(block.steps, use.steps, strict=True):
+        if isinstance(step, SubSession):
+            for together in needs.workspace:
+                bytes_ = (sizes.evaluate(size, given) for size in together)
+                most = max(most, sum(-(-b // _CACHE_LINE) * _CACHE_LINE for b in bytes_))
+        bodies = [v for v in vars(step).values() if isinstance(v, Block)]
+        for body, inner in zip(bodies, needs.blocks, strict=True):
+            most = max(most, inside(body, inner, given))
+    return most
+
+
+def main(how: str, model: str, threads: str, feeds: str, *given: str) -> None:
+    """Measure in this process."""
+    arrays = dict(np.load(feeds))
+    dims = {name: int(size) for name, size in (item.split("=") for item in given)}
+    found = WAYS[how](lambda: Subject(Session(model, threads=int(threads)), arrays, dims))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
