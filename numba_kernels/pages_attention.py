@@ -170,7 +170,7 @@ def _limits(x, row, rows, length, start, begin, low, high, limits):
 
 @njit
 def _item(x, at, query, b, h, row, rows, low, high, length, start, space):
-    """Rows ``row .. row + rows`` over tokens ``low .. high``, into the sums and states of ``space``.
+    """Rows ``row .. row + rows`` over tokens ``low .. high``, into sums and states in ``space``.
 
     Row ``t * group + g`` is token t in head g.
     """
