@@ -15,6 +15,7 @@ from onnx_inplace.numba_kernels.decode_parts import (
     make_soften,
 )
 from onnx_inplace.numba_kernels.floats import (
+    SIZES,
     exp2,
     float32_at,
     float_of_bits,
@@ -32,6 +33,7 @@ HEADER = 64  # bytes: a counter of items, the number of splits
 TOKENS = 16 // head_lanes(GROUP)
 PARTIAL = 128 + GROUP * SIZE * 4  # bytes: largest scores, sums of weights, sums of values
 SCRATCH = (GROUP * SIZE + 48 + TILE // TOKENS * 16) * 4  # bytes: queries, state, scores
+AHEAD = TILE * SIZE * SIZES[KIND]  # bytes: the tile that follows is asked for
 
 scores = make_scores(KIND, SIZE, GROUP)
 soften = make_soften(GROUP)
@@ -76,11 +78,11 @@ def split(x, at, b, h, low, high, scratch, partial):
         count = min(TILE, high - t)
         key = at.key + b * x.key_batch + h * x.key_head + t * x.key_token
         value = at.value + b * x.value_batch + h * x.value_head + t * x.value_token
-        scores(key, x.key_token, count, queries, weights)
+        scores(key, x.key_token, count, queries, weights, AHEAD)
         if x.softcap or x.mask_size:
             _adjust(x, at, b, h, t, count, weights)
         soften(weights, count, state)
-        gather(value, x.value_token, count, weights, state, partial + 128)
+        gather(value, x.value_token, count, weights, state, partial + 128, AHEAD)
     for i in range(32):
         result[i] = s[i]
 

@@ -32,21 +32,21 @@ def head_lanes(group: int) -> int:
 
 
 def make_scores(kind: int, size: int, group: int) -> Any:
-    """``scores(keys, stride, count, queries, to)``: products of ``count`` keys with all heads.
+    """``scores(keys, stride, count, queries, to, ahead)``: products of keys with all heads.
 
     Shapes:
         keys:    (count) rows of ``size`` elements of ``kind``, ``stride`` bytes apart
         queries: (group, size) float32
         to:      (groups of tokens, 16) float32; LOWEST where there is no token
+        ahead:   bytes from a key to the one to ask for
     """
     tokens = LANES // head_lanes(group)
-    distance = TILE * size * SIZES[kind]
 
     @intrinsic
-    def scores(typing_context, keys, stride, count, queries, to):
+    def scores(typing_context, keys, stride, count, queries, to, ahead):
         def generate(context, builder, signature, arguments):
             e = Emitter(builder)
-            keys, stride, count, queries, to = arguments
+            keys, stride, count, queries, to, ahead = arguments
             last = e.add(count, -1)
             lanes = e.lanes([lane % tokens for lane in range(LANES)])
             with e.loop(e.groups(count, tokens)) as g:
@@ -56,7 +56,7 @@ def make_scores(kind: int, size: int, group: int) -> Any:
                     for j in range(tokens)
                 ]
                 for row in rows:
-                    e.prefetch_row(row, size, kind, distance)
+                    e.prefetch_row(row, size, kind, ahead)
                 sums = [e.constant(0.0)] * LANES
                 for j in range(0, tokens, _TOGETHER):
                     near = range(j, min(tokens, j + _TOGETHER))
@@ -72,7 +72,7 @@ def make_scores(kind: int, size: int, group: int) -> Any:
                 e.store(row, e.add(to, e.times(g, 64)))
             return context.get_dummy_value()
 
-        return types.void(_I, _I, _I, _I, _I), generate
+        return types.void(_I, _I, _I, _I, _I, _I), generate
 
     return scores
 
@@ -118,7 +118,7 @@ def make_soften(group: int) -> Any:
 
 
 def make_gather(kind: int, size: int, group: int) -> Any:
-    """``gather(values, stride, count, weights, state, sums)``: add weighted values to the sums.
+    """``gather(values, stride, count, weights, state, sums, ahead)``: add weighted values.
 
     Whole rows of values are read once for as many heads as there are registers.
 
@@ -126,17 +126,17 @@ def make_gather(kind: int, size: int, group: int) -> Any:
         values:  (count) rows of ``size`` elements of ``kind``, ``stride`` bytes apart
         weights: (groups of tokens, 16) float32, as ``soften`` leaves them
         sums:    (group, size) float32
+        ahead:   bytes from a value to the one to ask for
     """
     tokens = LANES // head_lanes(group)
     columns = range(0, size, LANES)
     heads_at_once = max(1, _REGISTERS // len(columns))
-    distance = TILE * size * SIZES[kind]
 
     @intrinsic
-    def gather(typing_context, values, stride, count, weights, state, sums):
+    def gather(typing_context, values, stride, count, weights, state, sums, ahead):
         def generate(context, builder, signature, arguments):
             e = Emitter(builder)
-            values, stride, count, weights, state, sums = arguments
+            values, stride, count, weights, state, sums, ahead = arguments
             last, groups = e.add(count, -1), e.groups(count, tokens)
             for begin in range(0, group, heads_at_once):
                 heads = range(begin, min(group, begin + heads_at_once))
@@ -154,7 +154,7 @@ def make_gather(kind: int, size: int, group: int) -> Any:
                         token = e.least(e.add(e.times(g, tokens), j), last)
                         value = e.add(values, e.times(token, stride))
                         if begin == 0:
-                            e.prefetch_row(value, size, kind, distance)
+                            e.prefetch_row(value, size, kind, ahead)
                         parts = {c: e.load(e.add(value, c * SIZES[kind]), kind) for c in columns}
                         for h in heads:
                             weight = e.load_all(e.add(row, (h * tokens + j) * 4))
@@ -166,6 +166,6 @@ def make_gather(kind: int, size: int, group: int) -> Any:
                     e.store(builder.load(place), places[key])
             return context.get_dummy_value()
 
-        return types.void(_I, _I, _I, _I, _I, _I), generate
+        return types.void(_I, _I, _I, _I, _I, _I, _I), generate
 
     return gather

@@ -12,7 +12,7 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2  # the ``kind`` of elements at an address
-SIZES = (4, 2, 2)  # bytes of an element, by kind
+SIZES = (4, 2, 2, 1, 1)  # bytes of an element, by kind; the last two: see ``pages_layout``
 
 
 def _pointer(element, number):

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import numpy as np
 import numpy.typing as npt
 
-from onnx_inplace.numba_kernels import pages_attention, pages_portable
+from onnx_inplace.numba_kernels import (
+    pages_attention,
+    pages_portable,
+    pages_rows,
+    pages_tiles,
+    vector,
+)
 from onnx_inplace.numba_kernels.pages_attention import PagesLayout
+from onnx_inplace.numba_kernels.pages_layout import (
+    BY_CHANNEL,
+    BY_TOKEN,
+    HALF,
+    HEADER,
+    INTEGER,
+    Half,
+    Page,
+)
+from onnx_inplace.numba_kernels.specialise import specialise
 
 _Int64s = npt.NDArray[np.int64]
 
@@ -21,28 +38,64 @@ class Kernels:
         attend: address of the driver, for ``invoke``.
         merge: address of what follows a parallel call with several splits.
         portable: (formats) int64, addresses of page kernels for any number of rows.
+        fast: (formats) int64, addresses of page kernels for the rows of one token.
+        scratch: bytes of ``Task.scratch`` that the fast kernels need.
+        prepared: bytes of ``Task.prepared``.
     """
 
     attend: int
     merge: int
     portable: _Int64s
+    fast: _Int64s
+    scratch: int
+    prepared: int
 
     def choose(self, x: PagesLayout) -> tuple[PagesLayout, _Int64s]:
         """A call's layout with its last four fields filled in; ``Tables.kernels`` for it."""
-        rows = min(pages_attention.ROWS, x.group * x.tokens)
-        x = x._replace(rows=rows, scratch=pages_portable.scratch_size(x.head_size), prepared=0)
-        return x._replace(worker_bytes=pages_attention.worker_bytes(x)), self.portable
+        rows, kernels, prepared = x.group, self.fast, self.prepared
+        scratch = max(self.scratch, pages_portable.scratch_size(x.head_size))
+        if x.tokens > 1:
+            rows, kernels, prepared = min(pages_attention.ROWS, rows * x.tokens), self.portable, 0
+        x = x._replace(rows=rows, scratch=scratch, prepared=prepared)
+        return x._replace(worker_bytes=pages_attention.worker_bytes(x)), kernels
 
 
-def ready(descriptions: _Int64s) -> Kernels:
+def ready(descriptions: _Int64s, group: int, portable: bool = False) -> Kernels:
     """Compile, or load from disk, what attention over pages of these formats needs.
+
+    ``group``: query heads of a kv head. ``portable``: leave out what not every CPU executes.
 
     Shapes:
         descriptions: (formats, pages_layout.WORDS)
     """
-    portable: int = pages_portable.attend.ready().address
+    anywhere: int = pages_portable.attend.ready().address
+    modules = [None if portable else _fast(row.tolist(), group) for row in descriptions]
+    fast = [anywhere if module is None else module.attend.ready().address for module in modules]
     return Kernels(
         attend=pages_attention.attend.ready().address,
         merge=pages_attention.merge.ready().address,
-        portable=np.full(len(descriptions), portable, np.int64),
+        portable=np.full(len(descriptions), anywhere, np.int64),
+        fast=np.array(fast, np.int64),
+        scratch=max((m.SCRATCH for m in modules if m is not None), default=0),
+        prepared=max((m.PREPARED for m in modules if m is not None), default=0),
     )
+
+
+def _fast(description: list[int], group: int) -> types.ModuleType | None:
+    """The fast kernel of a format, not yet compiled; None: there is none."""
+    page = Page(*description[:HEADER])
+    key = Half(*description[HEADER : HEADER + HALF])
+    value = Half(*description[HEADER + HALF :])
+    if not vector.available() or group > vector.LANES:
+        return None
+    if page.kind != INTEGER:
+        return specialise(pages_rows, page.kind, page.head_size, group)
+    affine = key.midpoint > 0
+    if key.bits != value.bits or affine != (value.midpoint > 0) or value.grouping != BY_TOKEN:
+        return None
+    if affine and key.bits == 8:
+        return None  # twice a sum of codes and queries does not fit an int32
+    channels = key.group if key.grouping == BY_CHANNEL else 0
+    center = 2**key.bits - 1 if affine else 2**key.bits
+    sizes = page.head_size, page.page_size, group
+    return specialise(pages_tiles, key.bits, channels, key.group, value.group, center, *sizes)

@@ -15,6 +15,7 @@ from llvmlite import ir
 from numba.core import cgutils, config
 
 from onnx_inplace.numba_kernels.floats import BFLOAT16, FLOAT16, FLOAT32, SIZES
+from onnx_inplace.numba_kernels.pages_layout import E4M3, E5M2
 
 LANES = 16
 
@@ -79,8 +80,10 @@ class Emitter:
         return self.builder.inttoptr(address, kind.as_pointer())
 
     def load(self, address: Value, kind: int = FLOAT32) -> Value:
-        """16 elements of a kind of ``floats``, as float32."""
+        """16 elements of a kind of ``pages_layout``, as float32; those of E4M3 divided by 256."""
         b = self.builder
+        if kind in (E4M3, E5M2):
+            return self._load_8(address, kind)
         element = {FLOAT32: _FLOAT, FLOAT16: ir.HalfType(), BFLOAT16: _INT16}[kind]
         value = b.load(self._memory(address, ir.VectorType(element, LANES)))
         value.align = 1
@@ -90,6 +93,23 @@ class Emitter:
             sixteen = ir.Constant(_INTS, [16] * LANES)
             return b.bitcast(b.shl(b.zext(value, _INTS), sixteen), VECTOR)
         return value
+
+    def _load_8(self, address: Value, kind: int) -> Value:
+        """Moved to the exponent and fraction of a float16, an E4M3 is 256 times too small."""
+        b, shorts = self.builder, ir.VectorType(_INT16, LANES)
+        value = b.load(self._memory(address, ir.VectorType(_INT8, LANES)))
+        value.align = 1
+
+        def all_(number: int) -> Value:
+            return ir.Constant(shorts, [number] * LANES)
+
+        if kind == E5M2:
+            bits = b.shl(b.zext(value, shorts), all_(8))
+        else:
+            bits = b.and_(b.shl(b.sext(value, shorts), all_(7)), all_(0xBFFF))
+            nan = b.icmp_unsigned("==", b.and_(bits, all_(0x7FFF)), all_(0x3F80))
+            bits = b.select(nan, all_(0x7E00), bits)
+        return b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), VECTOR)
 
     def store(self, vector: Value, address: Value) -> None:
         """Write 16 float32."""
@@ -148,10 +168,10 @@ class Emitter:
         pointer = self.builder.inttoptr(address, _INT8.as_pointer())
         self._intrinsic("llvm.prefetch.p0", ir.VoidType(), [pointer, *numbers])
 
-    def prefetch_row(self, address: Value, size: int, kind: int, distance: int) -> None:
+    def prefetch_row(self, address: Value, size: int, kind: int, distance: Value) -> None:
         """Ask for all lines of the row that begins ``distance`` bytes behind an address."""
         for offset in range(0, size * SIZES[kind], 64):
-            self.prefetch(self.add(address, distance + offset))
+            self.prefetch(self.add(self.add(address, distance), offset))
 
     def exp2(self, x: Value) -> Value:
         """2**x for x <= 0, relative error 2e-7; x below -126 counts as -126, NaN stays NaN."""

@@ -109,14 +109,14 @@ class Table:
 
     def attend(
         self, query, blocks, lengths, *, causal=True, left=-1, scale=None, softcap=0.0,
-        sinks=None, splits=1, workers=1,
+        sinks=None, splits=1, workers=1, portable=False,
     ):  # fmt: skip
         """Attention of ``query`` (batch, heads, tokens, size), like ``oracle``."""
         blocks = np.atleast_2d(np.asarray(blocks, np.int64))
         lengths = np.atleast_1d(np.asarray(lengths, np.int64))
         batch, heads, count, size = query.shape
         group = heads // self.dims[1]
-        ready = pages_kernels.ready(self.descriptions)
+        ready = pages_kernels.ready(self.descriptions, group, portable)
         output = np.empty_like(query)
         kind = KINDS[query.dtype]
         x = pages_attention.PagesLayout(

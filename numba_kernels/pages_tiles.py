@@ -1,0 +1,108 @@
+"""The page kernel of integer formats for one query a head: codes are multiplied as they are.
+
+``specialise`` makes copies of this file with other values in the line that says so.
+"""
+
+import math
+
+import numpy as np
+from numba import njit
+
+from onnx_inplace.numba_kernels import attention
+from onnx_inplace.numba_kernels.floats import float_of_bits, floats
+from onnx_inplace.numba_kernels.memory import kernel
+from onnx_inplace.numba_kernels.pages_layout import read_half
+from onnx_inplace.numba_kernels.pages_numbers import half_at
+from onnx_inplace.numba_kernels.pages_task import KERNEL, read_task
+from onnx_inplace.numba_kernels.pages_tile_parts import (
+    make_fold,
+    make_scores,
+    make_sums,
+    make_weights,
+)
+
+# RUN: tokens that share the scales of channels of K; 0: K has scales of tokens.
+# KEYS, VALUES: elements of a token that share a scale. CENTER: twice the code of the midpoint.
+BITS, RUN, KEYS, VALUES, CENTER, SIZE, PAGE, GROUP = 4, 64, 64, 64, 15, 64, 64, 3  # specialised
+
+LOG2_E = np.float32(1.4426950408889634)
+LINE = 64
+AFFINE = CENTER % 2 == 1
+FIELDS = 8 // BITS
+VALUE_BLOCKS = -(-SIZE // VALUES)
+KEY_BLOCK = SIZE if RUN else KEYS
+KEY_PLANES = 2 * GROUP * SIZE
+KEY_AUX = GROUP * -(-SIZE // KEY_BLOCK) * 3 * LINE
+SCORES = PAGE * GROUP * 4
+VALUE_PLANES = VALUE_BLOCKS * 2 * GROUP * PAGE
+VALUE_AUX = GROUP * (1 + 3 * VALUE_BLOCKS) * LINE
+SCRATCH = KEY_PLANES + KEY_AUX + SCORES + VALUE_PLANES + VALUE_AUX + SIZE * 4 + LINE
+PREPARED = KEY_PLANES + KEY_AUX + LINE
+
+fold = make_fold(SIZE, GROUP, KEY_BLOCK, CENTER, RUN > 0)
+scores = make_scores(BITS, SIZE, GROUP, KEY_BLOCK, CENTER, RUN > 0, AFFINE)
+weights = make_weights(SIZE, GROUP, VALUES, CENTER, AFFINE, PAGE)
+sums = make_sums(BITS, SIZE, GROUP, VALUES, CENTER, PAGE)
+
+
+@njit
+def _adjust(x, key, to, tiles, offsets):
+    """Offsets of channels, and softcap."""
+    softcap = float_of_bits(x.softcap) * LOG2_E
+    s = floats(to, tiles * GROUP * 16)
+    if key.offsets:
+        c = floats(offsets, SIZE)
+        for i in range(SIZE):
+            c[i] = half_at(x.key + key.offsets + 2 * i)
+        for g in range(GROUP):
+            base = attention.dot(x.queries + g * SIZE * 4, offsets, SIZE)
+            for i in range(tiles):
+                for j in range(16):
+                    s[(i * GROUP + g) * 16 + j] += base
+    if softcap > 0:
+        for i in range(tiles * GROUP * 16):
+            s[i] = softcap * np.float32(math.tanh(s[i] / softcap))
+
+
+@kernel(KERNEL)
+def attend(task):
+    """See ``pages_task``. All rows see the same tokens; their number is GROUP."""
+    x = read_task(task)
+    key, value = read_half(x.description, 0), read_half(x.description, 1)
+    space = (x.scratch + 63) // 64 * 64
+    prepared = (x.prepared + 63) // 64 * 64
+    planes = space if RUN else prepared
+    aux = planes + KEY_PLANES
+    results = space + KEY_PLANES + KEY_AUX
+    value_planes = results + SCORES
+    value_aux = value_planes + VALUE_PLANES
+    offsets = value_aux + VALUE_AUX
+    queries = x.rotated if key.rotation else x.queries
+    begin, end = x.first // 16, (x.last + 15) // 16  # tiles
+    tile = 16 * SIZE * BITS // 8
+    if RUN:
+        step = RUN // 16
+        for g in range(begin // step, (end + step - 1) // step):
+            scales = x.key + g * key.step
+            fold(queries, scales, scales + key.midpoint, planes, aux)
+            low, high = max(begin, g * step), min(end, (g + 1) * step)
+            codes, ahead = x.key + key.codes + low * tile, x.value + low * tile
+            to = results + (low - begin) * GROUP * LINE
+            scores(codes, high - low, 0, 0, 0, planes, aux, to, ahead)
+    else:
+        if x.fresh:
+            fold(queries, 0, 0, planes, aux)
+        codes, ahead = x.key + key.codes + begin * tile, x.value + begin * tile
+        scales = x.key + 32 * begin
+        scores(codes, end - begin, scales, key.step, key.midpoint, planes, aux, results, ahead)
+    if key.offsets or x.softcap:
+        _adjust(x, key, results, end - begin, offsets)
+    first, last = x.first - 16 * begin, x.last - 16 * begin
+    scales = x.value + 32 * begin
+    weights(
+        results, end - begin, first, last, x.states, scales, value.step, value.midpoint,
+        value_planes + 16 * begin, value_aux,
+    )  # fmt: skip
+    low, high = begin * 4 // FIELDS, end * 4 // FIELDS  # a vector has 4 * FIELDS tokens
+    ahead = x.next if x.next else x.key
+    sums(x.value + value.codes, low, high, value_planes, value_aux, x.sums, ahead)
