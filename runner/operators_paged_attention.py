@@ -18,7 +18,8 @@ from onnx_inplace.numba_kernels.layout import bits
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner import storage, threads
 from onnx_inplace.runner.actions import Action, Array, Settings, Slots, result, reusable
-from onnx_inplace.runner.attend import KINDS, PARALLEL, SHORTEST_SPLIT, Calls
+from onnx_inplace.runner.attend import KINDS, PARALLEL, SHORTEST_SPLIT, Calls, known_dim
+from onnx_inplace.runner.page_codec import Codec
 from onnx_inplace.runner.page_pieces import check_readable, reading
 from onnx_inplace.runner.page_store import PageStore
 
@@ -54,7 +55,7 @@ def paged_attention(step: steps.Kernel, settings: Settings) -> Action:
         reason = f"left_window_size={options.left}"
         raise errors.UnsupportedOperator(step.domain, step.op_type, reason)
     reuse, calls = reusable(step, output), Calls[_Call]()
-    _compile(settings)
+    fast = _compile(settings, step.values.get(query_slot), step.values.get(cache_slot))
 
     def act(slots: Slots) -> None:
         query, store = slots[query_slot], slots[cache_slot].store
@@ -66,7 +67,7 @@ def paged_attention(step: steps.Kernel, settings: Settings) -> Action:
         key = query.shape, query.dtype, places.shape, store.codec.key
         call = calls.get(key)
         if call is None:
-            call = calls.put(key, _Call(store, query, places, options, settings.threads))
+            call = calls.put(key, _Call(store, query, places, options, settings.threads, fast))
         target = result(slots, output, reuse, query.shape, query.dtype)
         call(store, query, places, wanted.ends, target)
 
@@ -80,20 +81,39 @@ def _present(step: steps.Kernel) -> list[int]:
     return found
 
 
-def _compile(settings: Settings) -> None:
-    """What does not depend on a cache: nothing of it is compiled in the middle of a run."""
-    pages_kernels.ready(np.zeros((1, 1), np.int64))
+def _compile(settings: Settings, query: steps.Value | None, cache: steps.Value | None) -> bool:
+    """Compile all that a run needs: nothing is compiled in the middle of it.
+
+    Returns:
+        Whether fast kernels are ready: what they are made for, formats and sizes, is known now.
+    """
+    heads, pages = known_dim(query, 1), None if cache is None else cache.pages
+    dims = () if pages is None or pages.shape is None else pages.shape
+    sizes = [dim for dim in dims if isinstance(dim, int)]
+    fast = not settings.portable and heads is not None and len(sizes) == 4
+    if fast and pages is not None and heads is not None:
+        known = Codec(sizes, pages.formats).descriptions
+        pages_kernels.ready(known, heads // sizes[1])
+    else:
+        pages_kernels.ready(np.empty((0, 1), np.int64), 1, portable=True)
     pages_table.find_unreadable.ready()
     invoke.invoke.ready()
     if settings.threads > 1:
         invoke.invoke_parallel.ready()
+    return fast
 
 
 class _Call:
     """A prepared call for one tuple of shapes and one list of formats. Threads share it."""
 
     def __init__(
-        self, store: PageStore, query: Array, places: Array, options: _Options, workers: int
+        self,
+        store: PageStore,
+        query: Array,
+        places: Array,
+        options: _Options,
+        workers: int,
+        fast: bool,
     ):
         batch, heads, tokens, size = query.shape
         _, kv_heads, page_size, head_size = store.codec.dims
@@ -108,7 +128,8 @@ class _Call:
         scale = size**-0.5 if options.scale is None else options.scale
         kind = KINDS[query.dtype]
         b, h, t = query.strides[:3]
-        self._kernels = pages_kernels.ready(store.codec.descriptions)
+        group = heads // kv_heads
+        self._kernels = pages_kernels.ready(store.codec.descriptions, group, portable=not fast)
         layout, self._page_kernels = self._kernels.choose(
             pages_attention.PagesLayout(
                 batch, kv_heads, heads // kv_heads, tokens, size, page_size, places.shape[1],
