@@ -186,6 +186,7 @@ class Binding:
         """Paged caches belong to the run until ``stack`` is closed."""
         for name, cache in self._caches.items():
             cache.begin(name, Access.READ_WRITE)
+            cache.store.name = name  # what errors call it
             stack.callback(cache.end, name)
             stack.callback(cache.store.release)
         for port, cache in zip(self._session.inputs, given, strict=True):
@@ -285,8 +286,9 @@ class Binding:
             )
         return array
 
-    def _belongs_to_others(self, value: Array, given: list[Array]) -> bool:
+    def _belongs_to_others(self, value: Array, given: list[Any]) -> bool:
         """Whether an output that is no alias shares memory with an input, a constant or a lease."""
+        given = [other for other in given if isinstance(other, np.ndarray)]
         if any(value is other for other in given):
             return True
         mine: Interval = storage.interval(value)

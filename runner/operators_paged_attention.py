@@ -16,14 +16,12 @@ from onnx_inplace.compiler import errors, steps
 from onnx_inplace.numba_kernels import invoke, pages_attention, pages_kernels, pages_table
 from onnx_inplace.numba_kernels.layout import bits
 from onnx_inplace.numba_kernels.memory import address
-from onnx_inplace.runner import storage, threads
+from onnx_inplace.runner import threads, workspace
 from onnx_inplace.runner.actions import Action, Array, Settings, Slots, result, reusable
 from onnx_inplace.runner.attend import KINDS, PARALLEL, SHORTEST_SPLIT, Calls, known_dim
 from onnx_inplace.runner.page_codec import Codec
 from onnx_inplace.runner.page_pieces import check_readable, reading
 from onnx_inplace.runner.page_store import PageStore
-
-_INT64 = np.dtype(np.int64)
 
 
 class _Options(NamedTuple):
@@ -185,8 +183,8 @@ class _Call:
             np.int64,
         )
         size = pages_attention.workspace_size(self._layout, splits, workers)
-        space = storage.empty((size // 8,), _INT64)
-        space[0], space[1] = 0, splits
+        space = workspace.of_thread(size)
+        space[:16].view(np.int64)[:] = 0, splits
         arguments: Any = (
             address(self._array), address(query), address(tables), 0, address(target),
             address(lengths), 0, 0, address(space), workers,

@@ -5,7 +5,6 @@ Everything has been checked before. What bytes mean is said in ``compiler.format
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from onnx_inplace.compiler import errors, formats
 from onnx_inplace.compiler.formats import PageFormat
 from onnx_inplace.numba_kernels import pages, pages_layout
 from onnx_inplace.numba_kernels.memory import address
-from onnx_inplace.runner import page_description, storage
+from onnx_inplace.runner import page_description, workspace
 from onnx_inplace.runner.attend import KINDS
 from onnx_inplace.runner.page_table import PageTable
 from onnx_inplace.runner.storage import Array
@@ -165,10 +164,4 @@ class Codec:
 
     def _workspace(self) -> int:
         """Address of memory for the kernels of this thread, aligned to a cache line."""
-        held: Array | None = getattr(_spaces, "held", None)
-        if held is None or held.nbytes < self._space:
-            held = _spaces.held = storage.zeros((self._space,), np.dtype(np.uint8))
-        return address(held)
-
-
-_spaces = threading.local()
+        return address(workspace.of_thread(self._space))

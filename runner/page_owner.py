@@ -78,7 +78,7 @@ class PageOwner:
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """What errors call it; of a cache that runs have written, the input that it is bound to."""
         return self.store.name
 
     @property
