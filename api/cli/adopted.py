@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.table import Table
 
+from onnx_inplace.cli import report
 from onnx_inplace.compiler import Adoption
 
 
@@ -27,7 +27,7 @@ def to_json(adoption: Adoption) -> dict[str, object]:
 
 def render(adoption: Adoption) -> None:
     """A table of pairs, and what else could be one."""
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = report.wide_console()
     if adoption.pairs:
         table = Table(
             "output", "is the storage of", "found by", "", "bytes copied a step", box=None

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
-from rich.console import Console
 from rich.table import Table
 
-from onnx_inplace.cli import tools
+from onnx_inplace.cli import report, tools
 from onnx_inplace.compiler import declarations, derivation, errors, facts, loader, recovery
 from onnx_inplace.compiler.program import Program
 
@@ -109,7 +108,7 @@ def to_json(verdicts: list[Verdict]) -> list[dict[str, object]]:
 
 def render(verdicts: list[Verdict]) -> None:
     """A table, and below it what cannot be brought back."""
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = report.wide_console()
     kinds = list(verdicts[0].total)
     table = Table("tool", *kinds, "JSON", "loads", "restore", box=None)
     for verdict in verdicts:

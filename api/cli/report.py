@@ -15,10 +15,16 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 import typer
+from rich.console import Console
 
 from onnx_inplace.compiler import errors
 
 P = ParamSpec("P")
+
+
+def wide_console() -> Console:
+    """Where tables have the width that they need: none of their words is broken or cut."""
+    return Console(soft_wrap=True, highlight=False, markup=False, width=1000)
 
 
 class UserCodeError(Exception):
