@@ -267,6 +267,20 @@ def _range(node: ir.Node, known: Known) -> Sequence[Partial | None]:
     return ((length,),) if sizes.covers(length, 0) else ()
 
 
+def _slice(node: ir.Node, known: Known) -> Sequence[Partial | None]:
+    """Axes that are not sliced keep their size."""
+    before, starts = _input(node, known), _input(node, known, 1)
+    if before is None or starts is None or not isinstance(starts[0], int):
+        return ()
+    axes: Sequence[Size | None] | None = range(starts[0])
+    if len(node.inputs) > 3 and node.inputs[3] is not None:
+        axes = known.integers(node.inputs[3])
+    if axes is None or not all(isinstance(axis, int) for axis in axes):
+        return ()
+    sliced = {axis % len(before) for axis in axes if isinstance(axis, int)}
+    return (tuple(None if k in sliced else size for k, size in enumerate(before)),)
+
+
 _SAME = (
     "Identity",
     "Cast",
@@ -372,6 +386,7 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("", "MatMul"): _matmul,
     ("com.microsoft", "MatMulNBits"): _matmul_nbits,
     ("", "Split"): _split,
+    ("", "Slice"): _slice,
     ("", "Concat"): _concat,
     ("", "Gather"): _gather,
     ("", "Attention"): _attention,

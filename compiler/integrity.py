@@ -44,7 +44,12 @@ def source(node: Any) -> Location | None:
         if hasattr(props, "get")
         else next((p.value for p in props if p.key == facts.SOURCE), None)
     )
-    file, _, line = (text or "").rpartition(":")
+    return located(text or "")
+
+
+def located(text: str) -> Location | None:
+    """A place as files say it, ``file.py:12``."""
+    file, _, line = text.rpartition(":")
     return Location(file, int(line)) if file and line.isdecimal() else None
 
 

@@ -10,11 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping
 import onnx_ir as ir
 import sympy
 
-from onnx_inplace.compiler import contract, integrity, paged_rules, partition
+from onnx_inplace.compiler import contract, integrity, paged_rules, partition, symbols
 from onnx_inplace.compiler.capacity import Judgement, Verdict
 from onnx_inplace.compiler.conditions import MOST, Kind, Linear
+from onnx_inplace.compiler.errors import Location
 from onnx_inplace.compiler.notes import Condition, Copied, Fallback
 from onnx_inplace.compiler.paged_types import PagedType
+from onnx_inplace.compiler.positions import Bound, Checks, Static
 
 _NO_CONTENT = {"Shape", "Size"}  # read what is known of a tensor, not its bytes
 _FEW = 8  # numbers that stand in a text
@@ -87,6 +89,37 @@ def conditions(judgements: Iterable[Judgement]) -> tuple[Condition, ...]:
 def proofs(judgements: Iterable[Judgement]) -> tuple[Condition, ...]:
     """What holds in every run, each once, in the order of the program."""
     return _listed(judgements, Verdict.PROVED)
+
+
+def of_shapes(checks: Checks) -> tuple[Condition, ...]:
+    """Sizes that must agree, where those of the inputs do not say that they do."""
+    found = [
+        Condition(f"{text} (`{static.bound.root}`)", static.bound.root, _place(static.bound))
+        for static in checks.static
+        if static.bound.kind is Kind.SHAPE
+        for text in _unequal(static)
+    ]
+    bounds = [*(checks.sliced.bounds if checks.sliced is not None else ())]
+    bounds += (late.bound for late in checks.late)
+    found += (
+        Condition(f"the shape of {bound.port} fits `{bound.root}`", bound.root, _place(bound))
+        for bound in bounds
+        if bound.kind is Kind.SHAPE
+    )
+    return tuple(dict.fromkeys(found))
+
+
+def _unequal(static: Static) -> Iterator[str]:
+    bound = static.bound
+    for size, low, high in zip(static.sizes, bound.low, bound.high, strict=True):
+        if size != high:
+            relation = "==" if low == high else "<="
+            left, right = (symbols.expression(side) for side in (size, high))
+            yield f"{left} {relation} {right}"
+
+
+def _place(bound: Bound) -> Location | None:
+    return None if bound.location is None else integrity.located(bound.location)
 
 
 def _listed(judgements: Iterable[Judgement], verdict: Verdict) -> tuple[Condition, ...]:

@@ -27,6 +27,7 @@ from onnx_inplace.compiler import (
     new_pages,
     paged_types,
     partition,
+    positions,
     subsession,
 )
 from onnx_inplace.compiler.contract import OutputAlias
@@ -134,6 +135,7 @@ class _Planner:
             fallbacks=listing.fallbacks(nodes, self.facts),
             conditions=(
                 *listing.conditions(self.loaded.judgements),
+                *listing.of_shapes(positions.build(self.loaded)),
                 *listing.of_pages(nodes, self.aliases.root),
             ),
             proofs=listing.proofs(self.loaded.judgements),

@@ -100,6 +100,9 @@ STEPS = {
        y = Reshape (x, t)""": "(1, 'n', 1, 576)",
     "r = Reshape (x, flat) f = Flatten <axis = 2> (r) y = Unsqueeze (f, zero)": "(1, 'n', 576)",
     "r = Reshape (x, flat) y = Gather <axis = 1> (r, row)": "(1, 576)",
+    "s = Size (x) t = Reshape (s, one) y = Slice (x, t, minus1, one)": "(1, None, 576)",
+    "s = Size (x) t = Reshape (s, one) y = Slice (x, t, minus1, minus1)": "(1, 'n', None)",
+    "s = Size (x) t = Reshape (s, one) y = Slice (x, t, minus1)": "(None, 'n', 576)",
 }
 
 

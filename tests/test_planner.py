@@ -246,6 +246,29 @@ def test_conditions_name_the_dimensions() -> None:
     assert "position + n <= m" in str(condition) and condition.root == "cache"
 
 
+def test_sizes_that_need_not_agree_are_conditions() -> None:
+    @model
+    def program(
+        cache: Mutable[FLOAT["heads", "m", 4]],
+        x: FLOAT["others", "n", 4],
+        position: INT64[()],
+        steps: INT64[()],
+    ) -> Alias["cache"]:
+        cache = kv.CacheUpdate(cache, x, position)
+        for i in range(steps):
+            cache = kv.CacheUpdate(cache, x, position + i)
+        return cache
+
+    found = {str(c): c.location for c in compiler.plan(program).conditions}
+    assert set(found) == {
+        "0 <= position and position + n <= m (`cache`)",
+        "0 <= position and n + position + steps - 1 <= m (`cache`)",
+        "others == heads (`cache`)",
+        "the shape of values fits `cache`",  # where the loop runs
+    }
+    assert all(place is not None and place.file == "test_planner.py" for place in found.values())
+
+
 def test_functions_are_inlined_where_they_are_called() -> None:
     """Twice, nested, and in a branch: no call is left, names stay unique."""
 
