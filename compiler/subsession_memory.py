@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import onnx_ir as ir
 
-from onnx_inplace.compiler import control, flat, library_kernels, subsession_graph
+from onnx_inplace.compiler import control, library_kernels, subsession_graph
 from onnx_inplace.compiler.extents import Extents
 from onnx_inplace.compiler.memory import Allocations
 from onnx_inplace.compiler.sizes import Size
