@@ -63,6 +63,9 @@ class Policy:
 
 
 FLOAT16, INT8, INT4, INT2 = formats.FLOAT16, formats.INT8, formats.INT4, formats.INT2
+# What a user may add: formats of the same vocabulary.
+K8V4 = PageFormat("K8V4", formats.INT8.key, formats.INT4.value)
+K4V2 = PageFormat("K4V2", formats.INT4.key, formats.INT2.value)
 POLICIES = (
     Policy("FLOAT16", (), FLOAT16),
     Policy("INT8", (), INT8, bound=0.001),
@@ -74,4 +77,6 @@ POLICIES = (
     Policy("INT4T", (), formats.INT4T),
     Policy("INT4T; first FLOAT16", (), formats.INT4T, FLOAT16),
     Policy("FP8_E4M3", (), formats.FP8_E4M3),
+    Policy("K8V4", (), K8V4),
+    Policy("K4V2; newest, first FLOAT16", ((FLOAT16, 1),), K4V2, FLOAT16),
 )

@@ -50,7 +50,7 @@ def tokens(pages: int, heads: int, seed: int = 0) -> np.ndarray:
 
 
 ERRORS = {"FLOAT16": 0.0002, "INT8": 0.006, "INT4": 0.09, "INT4T": 0.09, "INT2": 0.33}
-ERRORS["FP8_E4M3"] = 0.027
+ERRORS |= {"FP8_E4M3": 0.027, "K8V4": 0.064, "K4V2": 0.24}
 each_policy = pytest.mark.parametrize("policy", policies.POLICIES, ids=lambda policy: policy.name)
 
 
