@@ -1,7 +1,7 @@
 """Kernel step of PagedAttention: pages of any formats in one call, several sequences.
 
 The kernel reads addresses, formats and descriptions from the page table; which pages it may read is
-judged before every call, also where the checks before the run have seen them.
+judged before the call, or before the run.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ def paged_attention(step: steps.Kernel, settings: Settings) -> Action:
             query = np.ascontiguousarray(query)
         ids, lengths = slots[table_slot], slots[lengths_slot]
         wanted = reading(store, ids, lengths, query.shape[2], options.left)
-        places = check_readable(store, wanted)
+        if store.judged:
+            places = store.table.rows_of(wanted.tables)
+        else:
+            places = check_readable(store, wanted)
         key = query.shape, query.dtype, places.shape, store.codec.key
         call = calls.get(key)
         if call is None:
@@ -174,8 +177,7 @@ class _Call:
         table = store.table
         tables = np.array(
             [
-                address(table.address),
-                address(table.format),
+                *table.places[:2],
                 address(store.codec.descriptions),
                 address(self._page_kernels),
                 address(places),

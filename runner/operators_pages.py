@@ -1,7 +1,8 @@
 """Kernel steps on paged caches: PagedCacheUpdate, PagedCacheConvert, PageGather.
 
-Each step judges its pages before it writes, also where the checks before the run have seen them,
-and takes the memory of all pages that it will make first: a step writes all or nothing.
+Each step judges its pages before it writes, unless the checks before the run have found all that
+the run does to them right, and takes the memory of all pages that it will make first: a step writes
+all or nothing.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ def paged_cache_update(step: steps.Kernel, settings: Settings) -> Action:
         store: PageStore = cache.store
         positions = slots[position_slot]
         batch = check_values(store, ids, values)
-        touched = pieces(store.name, ids, positions, values.shape[-2], store.page_size)
-        outlook = Outlook(store)
-        outlook.update(touched, created_format(store, wanted))
-        if outlook.created:
-            store.add(outlook.created)
-        if touched and values.size:
+        if store.reserved or not store.judged:
+            touched = pieces(store.name, ids, positions, values.shape[-2], store.page_size)
+            outlook = Outlook(store)
+            outlook.update(touched, created_format(store, wanted))
+            if outlook.created:
+                store.add(outlook.created)
+        if values.size:
             write(store, ids, values, positions, batch)
         slots[output] = cache
 
@@ -43,10 +45,12 @@ def paged_cache_update(step: steps.Kernel, settings: Settings) -> Action:
 def write(store: PageStore, ids: Array, values: Array, positions: Array, batch: int) -> None:
     """Write tokens into pages that are there."""
     tables = np.ascontiguousarray(ids.reshape(batch, -1), dtype=np.int64)
-    starts = np.ascontiguousarray(np.broadcast_to(positions.reshape(-1), (batch,)), np.int64)
+    starts = positions.reshape(-1)
+    if len(starts) != batch:
+        starts = np.repeat(starts, batch)
     if values.strides[-1] != values.itemsize:
         values = np.ascontiguousarray(values)
-    store.write(store.table.ids.rows(tables), values if ids.ndim == 2 else values[:, None], starts)
+    store.write(store.table.rows_of(tables), values if ids.ndim == 2 else values[:, None], starts)
 
 
 def created_format(store: PageStore, wanted: str | None) -> int | None:

@@ -54,12 +54,14 @@ class Codec:
         if not self.formats:
             formats.FLOAT32.layout(self.dims)  # says what is wrong with the dimensions
         self._space = pages.workspace_size(*self.dims[2:])
+        self._write = pages.write.ready()
 
     def _add(self, format: PageFormat) -> int:
         if format.name in self._index:
             raise ValueError(f"two page formats are called {format.name}")
         row = page_description.describe(format, self.dims)
         self.descriptions = np.vstack([self.descriptions, row])
+        self._descriptions = address(self.descriptions)
         self.formats.append(format)
         self.page_bytes.append(format.page_bytes(self.dims))
         self._index[format.name] = len(self.formats) - 1
@@ -133,13 +135,11 @@ class Codec:
             (*values.shape[1:4:2], KINDS[values.dtype], half, batch, head, token, rows.shape[1]),
             np.int64,
         )
-        clipped: int = pages.write.ready()(
-            address(self.descriptions),
+        clipped: int = self._write(
+            self._describe(0),
             address(layout),
             address(values),
-            address(table.address),
-            address(table.format),
-            address(table.fill),
+            *table.places,
             address(rows),
             address(positions),
             self._workspace(),
@@ -153,14 +153,8 @@ class Codec:
         clipped: int = kernel(source, address(old), target, address(new), fill, space)
         return clipped
 
-    def prepare(self) -> None:
-        """Load or compile the kernels, so that nothing compiles in the middle of a run."""
-        for kernel in (pages.read, pages.write, pages.convert):
-            kernel.ready()
-        self._workspace()
-
     def _describe(self, index: int) -> int:
-        return address(self.descriptions) + index * self.descriptions.strides[0]
+        return self._descriptions + index * self.descriptions.strides[0]
 
     def _workspace(self) -> int:
         """Address of memory for the kernels of this thread, aligned to a cache line."""

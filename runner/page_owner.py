@@ -353,6 +353,11 @@ class PageOwner:
             self._runs.append(holder)
             self._access = access
 
+    @property
+    def is_written(self) -> bool:
+        """Whether a run may write it now: no other run uses it then."""
+        return bool(self._runs) and self._access is Access.READ_WRITE
+
     def end(self, holder: str) -> None:
         """A run has ended."""
         with self._lock:

@@ -143,14 +143,14 @@ def check_readable(store: PageStore, wanted: Reading, outlook: Outlook | None = 
         errors.CapacityError: tokens that were never written, or were cut off.
     """
     table, page_size = store.table, store.page_size
-    places = table.ids.rows(wanted.tables)
+    places = table.rows_of(wanted.tables)
     batch, blocks = places.shape
     find = pages_table.find_unreadable.ready()
     at = 0
     while True:
         at = find(
             address(places), batch, blocks, address(wanted.starts), address(wanted.ends), page_size,
-            address(table.address), address(table.fill), len(table.address), at,
+            table.places[0], table.places[2], len(table.address), at,
         )  # fmt: skip
         if at < 0:
             return places

@@ -36,6 +36,7 @@ class PageStore:
         budget: most bytes of all pages; None: no limit.
         memory: where pages come from.
         reserved: memory of pages that this run will add, by id.
+        judged: whether all that this run does to pages has been found right before it began.
         clipped: numbers that did not fit the format of their page, since the cache was made.
     """
 
@@ -52,6 +53,7 @@ class PageStore:
         self.sparse_ids, self.budget, self.memory = sparse_ids, budget, memory
         self.table = PageTable(sparse_ids=sparse_ids)
         self.reserved: dict[int, Array] = {}
+        self.judged = False
         self.clipped = 0
 
     # -- what is there
@@ -194,7 +196,8 @@ class PageStore:
         self.reserved.update(zip((page for page, _ in pages), blocks, strict=True))
 
     def release(self) -> None:
-        """Give back what is still reserved."""
+        """The run is over: give back what is still reserved."""
+        self.judged = False
         while self.reserved:
             self.memory.give(self.reserved.popitem()[1])
 

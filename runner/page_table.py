@@ -164,6 +164,7 @@ class PageTable:
         blocks: by row, what keeps the bytes alive.
         nbytes: of all pages.
         version: grows whenever a page comes, goes or moves.
+        places: addresses of ``address``, ``format`` and ``fill``, for kernels.
     """
 
     def __init__(self, *, sparse_ids: bool):
@@ -177,6 +178,8 @@ class PageTable:
         self.seen: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
         self.blocks: list[Array | None] = []
         self.nbytes = self.version = self.views = 0
+        self.places = 0, 0, 0
+        self._found: tuple[int, bytes, tuple[int, ...], Int64s] | None = None
 
     def make_room(self, rows: int) -> None:
         """Room for so many rows. The only step of an addition that can fail; then nothing changed.
@@ -202,6 +205,19 @@ class PageTable:
         self.ids.make_room(rows)
         self.blocks.extend([None] * more)
         self.address, self.format, self.fill, self.owners, self.size, self.seen = grown
+        self.places = address(self.address), address(self.format), address(self.fill)
+
+    def rows_of(self, pages: Array) -> Int64s:
+        """The row of each page of (batch, blocks) int64, or ``NOWHERE``.
+
+        Update and attention of a run, and the checks before it, look for the same pages.
+        """
+        key, found = pages.tobytes(), self._found
+        if found is not None and found[:3] == (self.version, key, pages.shape):
+            return found[3]
+        rows = self.ids.rows(pages)
+        self._found = self.version, key, pages.shape, rows
+        return rows
 
     def rows_with(self, pages: Iterable[int]) -> int:
         """How many rows there must be for these ids to be added."""
