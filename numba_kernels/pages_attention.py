@@ -28,7 +28,6 @@ from onnx_inplace.numba_kernels.pages_layout import read_half
 from onnx_inplace.numba_kernels.pages_numbers import rotate
 
 HEADER = 64  # bytes: a counter of items, the number of splits
-ROWS = 32  # query rows of an item, at most
 LOG2_E = np.float32(1.4426950408889634)
 
 
@@ -59,7 +58,7 @@ class PagesLayout(NamedTuple):
     output_head: int
     output_token: int
     # what pages_kernels fills in
-    rows: int  # query rows of an item: ``group``, or up to ROWS
+    rows: int  # query rows of an item: ``group``, or as many as a page kernel takes
     scratch: int  # bytes that a page kernel needs
     prepared: int  # bytes that a page kernel keeps for a format
     worker_bytes: int  # workspace of a worker, see :func:`worker_bytes`

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from onnx_inplace.numba_kernels import (
     pages_attention,
     pages_portable,
+    pages_prefill,
     pages_rows,
     pages_tiles,
     vector,
@@ -25,7 +26,10 @@ from onnx_inplace.numba_kernels.pages_layout import (
     Half,
     Page,
 )
+from onnx_inplace.numba_kernels.prefill_parts import BLOCK
 from onnx_inplace.numba_kernels.specialise import specialise
+
+_ROWS = 128  # query rows that share the conversion of every tile
 
 _Int64s = npt.NDArray[np.int64]
 
@@ -37,25 +41,28 @@ class Kernels:
     Attributes:
         attend: address of the driver, for ``invoke``.
         merge: address of what follows a parallel call with several splits.
-        portable: (formats) int64, addresses of page kernels for any number of rows.
+        many: (formats) int64, addresses of page kernels for any number of rows.
         fast: (formats) int64, addresses of page kernels for the rows of one token.
-        scratch: bytes of ``Task.scratch`` that the fast kernels need.
+        rows: query rows of an item that ``many`` are made for.
+        scratch: bytes of ``Task.scratch`` that any kernel needs.
         prepared: bytes of ``Task.prepared``.
     """
 
     attend: int
     merge: int
-    portable: _Int64s
+    many: _Int64s
     fast: _Int64s
+    rows: int
     scratch: int
     prepared: int
 
     def choose(self, x: PagesLayout) -> tuple[PagesLayout, _Int64s]:
         """A call's layout with its last four fields filled in; ``Tables.kernels`` for it."""
         rows, kernels, prepared = x.group, self.fast, self.prepared
-        scratch = max(self.scratch, pages_portable.scratch_size(x.head_size))
         if x.tokens > 1:
-            rows, kernels, prepared = min(pages_attention.ROWS, rows * x.tokens), self.portable, 0
+            whole = (rows * x.tokens + BLOCK - 1) // BLOCK * BLOCK
+            rows, kernels, prepared = min(self.rows, whole), self.many, 0
+        scratch = max(self.scratch, pages_portable.scratch_size(x.head_size))
         x = x._replace(rows=rows, scratch=scratch, prepared=prepared)
         return x._replace(worker_bytes=pages_attention.worker_bytes(x)), kernels
 
@@ -70,15 +77,26 @@ def ready(descriptions: _Int64s, group: int, portable: bool = False) -> Kernels:
     """
     anywhere: int = pages_portable.attend.ready().address
     modules = [None if portable else _fast(row.tolist(), group) for row in descriptions]
+    prefill = None if portable else _prefill(descriptions)
+    many = anywhere if prefill is None else prefill.attend.ready().address
     fast = [anywhere if module is None else module.attend.ready().address for module in modules]
     return Kernels(
         attend=pages_attention.attend.ready().address,
         merge=pages_attention.merge.ready().address,
-        portable=np.full(len(descriptions), anywhere, np.int64),
+        many=np.full(len(descriptions), many, np.int64),
         fast=np.array(fast, np.int64),
-        scratch=max((m.SCRATCH for m in modules if m is not None), default=0),
+        rows=pages_portable.ROWS if prefill is None else prefill.ROWS,
+        scratch=max((m.SCRATCH for m in [prefill, *modules] if m is not None), default=0),
         prepared=max((m.PREPARED for m in modules if m is not None), default=0),
     )
+
+
+def _prefill(descriptions: _Int64s) -> types.ModuleType | None:
+    """The fast kernel of many queries, for every format; None: there is none."""
+    if not vector.available() or not len(descriptions):
+        return None
+    page = Page(*descriptions[0, :HEADER].tolist())
+    return specialise(pages_prefill, page.head_size, _ROWS)
 
 
 def _fast(description: list[int], group: int) -> types.ModuleType | None:

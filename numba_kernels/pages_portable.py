@@ -16,6 +16,7 @@ from onnx_inplace.numba_kernels.pages_numbers import half_at, widen_row
 from onnx_inplace.numba_kernels.pages_task import KERNEL, read_task
 
 TILE = 16  # tokens
+ROWS = 32  # query rows of an item: they share the conversion of every tile
 LOG2_E = np.float32(1.4426950408889634)
 
 
@@ -26,8 +27,8 @@ def scratch_size(head_size: int) -> int:
 
 
 @njit
-def _tile(page, half, which, region, first, count, rows, space):
-    """Tokens of a head as they are stored: not rotated back, offsets not added."""
+def tile_of(page, half, which, region, first, count, rows, space):
+    """Tokens of a head as float32, as they are stored: not rotated back, offsets not added."""
     if page.kind == INTEGER:
         pages_encode.decode(which, half, region, page.head_size, first, count, rows, space)
         return
@@ -64,8 +65,8 @@ def attend(task):
             c[i] = half_at(x.key + key.offsets + 2 * i)
     for tile in range(x.first, x.last, TILE):
         count = min(TILE, x.last - tile)
-        _tile(page, key, 0, x.key, tile, count, keys, space)
-        _tile(page, value, 1, x.value, tile, count, values, space)
+        tile_of(page, key, 0, x.key, tile, count, keys, space)
+        tile_of(page, value, 1, x.value, tile, count, values, space)
         for r in range(x.rows):
             first, last = max(limit[r, 0] - tile, 0), min(limit[r, 1] - tile, count)
             if first >= last:
