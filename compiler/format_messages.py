@@ -59,17 +59,6 @@ def _write_encoding(encoding: Encoding, message: Any) -> None:
 # -- reading
 
 
-def version(proto: Any) -> int:
-    """Of the format's definition.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if proto.version < 1:
-        raise ValueError(f"version {proto.version} is not a version")
-    return int(proto.version)
-
-
 def read_encodings(proto: Any) -> tuple[Encoding, Encoding]:
     """How K and V are stored, as far as this vocabulary can say it: see ``difference``.
 

@@ -58,7 +58,8 @@ class PageFormat:
         version: of the definition; two versions of one name are two formats.
 
     Raises:
-        FormatError: no name; or one half is a float type and the other half is not of that type.
+        FormatError: no name; no version from 1 on; or one half is a float type and the other half
+            is not of that type.
     """
 
     name: str
@@ -69,6 +70,8 @@ class PageFormat:
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
             raise FormatError(self.name, "a name of letters, digits and _ is needed")
+        if self.version < 1:
+            raise FormatError(self.name, f"version {self.version} is not a version")
         if (self.key.is_float or self.value.is_float) and self.key != self.value:
             raise FormatError(
                 self.name,
@@ -137,9 +140,7 @@ class PageFormat:
                 that contradict each other; a name of this module with another meaning.
         """
         try:
-            read = cls(
-                proto.name, *format_messages.read_encodings(proto), format_messages.version(proto)
-            )
+            read = cls(proto.name, *format_messages.read_encodings(proto), int(proto.version))
             fault = format_messages.difference(proto, read.to_proto())
         except FormatError:
             raise

@@ -129,6 +129,19 @@ def test_measures_are_those_of_information_theory() -> None:
 
 
 @pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.kernel
+def test_bounds_hold_on_a_text() -> None:
+    """Half as many tokens as the benchmark takes, every second policy that has a bound."""
+    bounded = [policy for policy in policies.POLICIES if policy.bound is not None][::2]
+    text_tokens = accuracy.read_text("code")[: 8 * policies.PAGE_SIZE]
+    claims = accuracy.compare("code", text_tokens, bounded, paged_layers.by_kernels)
+    assert len(claims) == len(bounded) == 3
+    for claim, divergence, bound in claims:
+        assert 0 < divergence <= bound, claim
+
+
+@pytest.mark.model
 def test_the_teacher_is_the_model() -> None:
     """Against the reference of the other tests, which grows its caches token by token."""
     text = "In place: a cache that is updated where it is. " * 4

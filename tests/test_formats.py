@@ -45,7 +45,7 @@ def pieces(half: HalfLayout, encoding: Encoding, rows: int, columns: int, head: 
 def test_nothing_in_a_page_overlaps_and_nothing_is_outside(
     page_format: formats.PageFormat, heads: int, page_size: int, head_size: int
 ) -> None:
-    """Each byte belongs to at most one scale, midpoint or vector of codes; all are in the page."""
+    """Case 73. A byte belongs to one scale, midpoint or vector of codes; all are inside."""
     layout = page_format.layout((2, heads, page_size, head_size))
     owned = np.zeros(layout.size, np.uint8)
     transposed = (page_size, head_size) if page_format.is_float else (head_size, page_size)
@@ -128,6 +128,7 @@ def test_a_page_of_less_than_64_tokens_is_one_group() -> None:
 def test_a_head_size_that_no_kernel_takes_is_refused(
     page_format: formats.PageFormat, head_size: int
 ) -> None:
+    """Cases 70, 77: 15 is refused; 80 is stored, see ``SIZES``."""
     with pytest.raises(FormatError, match="multiples of 16 from 32 to 256") as caught:
         page_format.page_bytes((2, 1, 64, head_size))
     assert caught.value.format == page_format.name
@@ -200,6 +201,14 @@ def test_a_format_of_floats_has_one_type() -> None:
         formats.PageFormat("MIXED", half, single)
     with pytest.raises(FormatError):
         formats.PageFormat("MIXED", half, CODE)
+
+
+def test_versions_count_from_one() -> None:
+    assert formats.PageFormat("MINE", CODE, CODE, version=2) != formats.PageFormat(
+        "MINE", CODE, CODE
+    )
+    with pytest.raises(FormatError, match="version 0"):
+        formats.PageFormat("MINE", CODE, CODE, version=0)
 
 
 @pytest.mark.parametrize("name", ["", "4BIT", "INT 4"])

@@ -212,7 +212,7 @@ EXTREMES = [65504, -65504, 1e5, -1e5, np.inf, -np.inf, np.nan, 0, -0.0, 6e-8, 1e
 @pytest.mark.parametrize("page_format", INTEGERS, ids=str)
 @pytest.mark.parametrize("everywhere", EXTREMES)
 def test_scales_are_finite_whatever_is_written(page_format: PageFormat, everywhere: float) -> None:
-    """As all of a page, as one element of it, and appended behind ordinary tokens."""
+    """Case 68. As all of a page, as one element of it, and appended behind ordinary tokens."""
     whole = np.full((2, 2, 64, 64), everywhere, np.float32)
     single = tokens(64)
     single[:, :, 5, 7] = everywhere
@@ -313,7 +313,7 @@ def test_a_page_that_is_partly_filled_is_a_page_of_its_tokens(page_format: PageF
 def test_a_write_leaves_the_codes_of_other_tokens(
     page_format: PageFormat, position: int, count: int
 ) -> None:
-    """The other half of a byte, too. Values in the range of their group, so that it is kept."""
+    """Case 77. The other half of a byte, too. Values in the range of their group, which is kept."""
     x = tokens(64)
     page = encode(page_format, x, 64)
     new = np.roll(decode(page_format, page, dims(64)), 1, axis=2)[:, :, position : position + count]
@@ -363,7 +363,7 @@ def test_widening_costs_at_most_what_the_document_says() -> None:
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_errors_of_old_tokens_stay_bounded(data: st.DataObject) -> None:
-    """However often a channel is recoded: six steps of its last scale, and rounded midpoints."""
+    """Case 79. However often a channel is recoded: six steps of its scale, rounded midpoints."""
     scale = data.draw(st.lists(st.sampled_from([0.01, 1.0, 2.0, 50.0]), min_size=32, max_size=32))
     x = tokens(32, 32, heads=1, seed=data.draw(st.integers(0, 99)))
     x = x * np.float32(scale)[:, None]
