@@ -48,11 +48,15 @@ class NewPages:
         return sizes.operation("*", self.count, self.page_bytes)
 
     def __str__(self) -> str:
-        count = "an unknown number of" if self.count is None else str(self.count)
+        count = "an unknown number of" if self.count is None else f"at most {_plain(self.count)}"
         round_ = " in each round" if self.repeated else ""
-        return (
-            f"`{self.root}`: at most {count} {self.format} pages of {self.page_bytes} bytes{round_}"
-        )
+        size = _plain(self.page_bytes)
+        return f"`{self.root}`: {count} pages {self.format} of {size} bytes{round_}"
+
+
+def _plain(size: Size) -> str:
+    """Without the parentheses that would stand around the whole."""
+    return str(size)[1:-1] if isinstance(size, sizes.Operation) else str(size)
 
 
 def _plain(size: Size) -> str:

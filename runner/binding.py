@@ -294,7 +294,8 @@ class Binding:
         mine: Interval = storage.interval(value)
         if storage.leases.holder(mine) is not None or self._session.keeps(mine):
             return True
-        return any(mine.overlaps(storage.interval(other)) for other in given)
+        arrays = (other for other in given if isinstance(other, np.ndarray))  # no paged caches
+        return any(mine.overlaps(storage.interval(other)) for other in arrays)
 
 
 def _dirty(error: BaseException, written: tuple[journal.Written, ...]) -> errors.DirtyState:

@@ -9,7 +9,7 @@ import pytest
 from google.protobuf.message import Message
 from typer.testing import CliRunner
 
-from onnx_inplace import errors, formats
+from onnx_inplace import Session, errors, formats
 from onnx_inplace.cli.commands import app
 from onnx_inplace.compiler import (
     ShapesContext,
@@ -661,3 +661,36 @@ def test_a_plan_says_how_many_pages_a_run_may_make():
         size = sizes.evaluate(found[2].bytes, {"n": n, "heads": 3})
         assert size == pages * formats.INT8.page_bytes((2, 3, PAGE, D))
     assert found[3].bytes is None
+
+
+def test_new_pages_are_shown_as_formulas():
+    [made] = plan(decode).new_pages
+    size = formats.FLOAT16.page_bytes((2, H, PAGE, D))
+    assert str(made) == f"`cache`: at most ((n + 30) // 32) + 1 pages FLOAT16 of {size} bytes"
+
+
+# -- a run
+
+
+def test_pages_that_nobody_may_write_are_read_by_a_run():
+    @model
+    def write(cache: Mutable[Pages], x: Values, ids: INT64["b"], p: INT64[()]) -> Alias["cache"]:
+        return kv.PagedCacheUpdate(cache, ids, x, p, quantized_type="FLOAT16")
+
+    @model
+    def read(cache: Pages, ids: INT64["b"]) -> FLOAT16[...]:
+        return kv.PageGather(cache, ids)
+
+    session = Session(write)
+    cache = session.allocate("cache")
+    x = np.random.default_rng(0).standard_normal((2, H, 40, D)).astype(np.float16)
+    with session.bind(cache=cache) as step:
+        step.run(x=x, ids=[0, 1], p=3)
+    before = cache.snapshot()
+    with Session(read).bind() as step:
+        [found] = step.run(cache=cache, ids=[0, 1])
+        with pytest.raises(errors.PageError):
+            step.run(cache=cache, ids=[0, 2])
+    np.testing.assert_array_equal(found[:, :, 3:43], x)
+    assert not found[:, :, :3].any() and not found[:, :, 43:].any()
+    assert cache.snapshot() == before
