@@ -21,7 +21,9 @@ from onnx_inplace.compiler import (
 )
 from onnx_inplace.compiler.conditions import Kind, Linear, Requirement
 from onnx_inplace.compiler.memory import Allocations, BlockUse, Fit, Footprint, Item, Use
+from onnx_inplace.compiler.new_pages import NewPages
 from onnx_inplace.compiler.notes import Copied
+from onnx_inplace.compiler.paged_types import is_paged
 from onnx_inplace.compiler.sizes import Size
 from onnx_inplace.compiler.steps import (
     Block,
@@ -44,6 +46,7 @@ def build(
     slots: Mapping[ir.Value, int],
     nodes: Mapping[int, Sequence[ir.Node]],
     copies: Sequence[Copied],
+    made: Sequence[NewPages],
 ) -> Footprint:
     """What ``block`` needs.
 
@@ -54,8 +57,9 @@ def build(
         slots: of the plan, by value of the model.
         nodes: of steps, by their ``id``.
         copies: of the plan.
+        made: pages that steps may make.
     """
-    return _Collector(loaded, values, slots, nodes).run(block, copies)
+    return _Collector(loaded, values, slots, nodes).run(block, copies, made)
 
 
 class _Collector:
@@ -71,7 +75,7 @@ class _Collector:
         self.unknown: dict[str, None] = {}
         self.simulation = subsession_memory.Simulation(self.known, self.bytes)
 
-    def run(self, block: Block, copies: Sequence[Copied]) -> Footprint:
+    def run(self, block: Block, copies: Sequence[Copied], made: Sequence[NewPages]) -> Footprint:
         graph = self.loaded.model.graph
         dims = {
             size: None
@@ -80,16 +84,29 @@ class _Collector:
             if isinstance(size, str)
         }
         uses = self.block(block, list(self.integers()))
+        pages = tuple(self.pages(made))
         return Footprint(
             tuple(dims),
-            tuple(self.bytes(value) for value in self.loaded.mutable),
+            tuple(self.bytes(v) for v in self.loaded.mutable if not is_paged(v)),
             tuple(self.copied(copies)),
             uses,
             tuple(self.fits()),
             tuple(self.unknown),
             tuple(self.simulation.estimates),
             resident.weights(block, self.values, self.of_slot, self.nodes),
+            pages,
         )
+
+    def pages(self, made: Sequence[NewPages]) -> Iterator[Size]:
+        """New pages; those that are there already, only their owner knows."""
+        for value in self.loaded.mutable:
+            if is_paged(value):
+                self.unknown[f"pages of {value.name} that are there"] = None
+        for pages in made:
+            if pages.bytes is None:
+                self.unknown[f"new pages of {pages.root} in a loop"] = None
+            else:
+                yield pages.bytes
 
     def bytes(self, value: ir.Value) -> Size:
         """Bytes of a value; 0, and its name is noted, where nobody knows."""

@@ -59,11 +59,6 @@ def _plain(size: Size) -> str:
     return str(size)[1:-1] if isinstance(size, sizes.Operation) else str(size)
 
 
-def _plain(size: Size) -> str:
-    """Without the parentheses that would stand around the whole."""
-    return str(size)[1:-1] if isinstance(size, sizes.Operation) else str(size)
-
-
 def of(loaded: loader.Loaded) -> tuple[NewPages, ...]:
     """All steps of a model that may make pages, in program order."""
     return tuple(_block(loaded, loaded.model.graph, False))

@@ -103,7 +103,7 @@ class _Planner:
         block = self.block(ordered)
         values = tuple(self.describe(v) for v in self.slots)
         nodes = list(graph.all_nodes())
-        copies = listing.copies(nodes, self.facts)
+        copies, made = listing.copies(nodes, self.facts), new_pages.of(self.loaded)
         return ExecutionPlan(
             values=values,
             constants=MappingProxyType(
@@ -139,8 +139,10 @@ class _Planner:
                 *listing.of_pages(nodes, self.aliases.root),
             ),
             proofs=listing.proofs(self.loaded.judgements),
-            new_pages=new_pages.of(self.loaded),
-            footprint=footprint.build(self.loaded, block, values, self.slots, self.nodes, copies),
+            new_pages=made,
+            footprint=footprint.build(
+                self.loaded, block, values, self.slots, self.nodes, copies, made
+            ),
         )
 
     # -- first pass: order and use of weights
@@ -366,7 +368,8 @@ class _Planner:
         return tuple(d if isinstance(d, int) or d in self.dims else None for d in dims)
 
     def storage(self, value: ir.Value) -> Storage:
-        if value in self.facts.roots or (value.is_graph_input() and value.graph is self.graph):
+        is_input = value.is_graph_input() and value.graph is self.graph
+        if value in self.facts.roots or is_input or paged_types.is_paged(value):
             return Storage.CALLER
         if value.is_initializer():
             return Storage.CONSTANT

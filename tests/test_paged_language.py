@@ -694,3 +694,13 @@ def test_pages_that_nobody_may_write_are_read_by_a_run():
     np.testing.assert_array_equal(found[:, :, 3:43], x)
     assert not found[:, :, :3].any() and not found[:, :, 43:].any()
     assert cache.snapshot() == before
+
+
+def test_memory_counts_new_pages_and_names_those_that_are_there():
+    size = formats.FLOAT16.page_bytes((2, H, PAGE, D))
+    memory = plan(decode).memory(blocks=4, n=40)
+    assert (memory.caches, memory.pages) == (0, 3 * size)
+    assert "pages of cache that are there" in memory.unknown
+    formula = plan(decode).memory().pages
+    [n] = formula.free_symbols
+    assert formula.subs(n, 40) == 3 * size and formula.subs(n, 1) == size
