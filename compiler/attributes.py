@@ -1,7 +1,8 @@
-"""Attributes of nodes as steps keep them: plain values, without the library's types."""
+"""Attributes and shapes as steps keep them: plain values, without the library's types."""
 
 from __future__ import annotations
 
+from collections.abc import Container
 from types import MappingProxyType
 from typing import Any
 
@@ -29,3 +30,11 @@ def directions(node: ir.Node, what: str, count: int) -> list[tuple[int, bool]]:
         )
         for k in range(count)
     ]
+
+
+def shape(value: ir.Value, names: Container[str | None]) -> tuple[int | str | None, ...] | None:
+    """Numbers, and ``names`` of dimensions of inputs; not the names that inference makes up."""
+    if value.shape is None:
+        return None
+    dims = (d if isinstance(d, int) else d.value for d in value.shape)
+    return tuple(d if isinstance(d, int) or d in names else None for d in dims)

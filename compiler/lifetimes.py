@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import onnx_ir as ir
 
 from onnx_inplace.compiler import control, partition
+from onnx_inplace.compiler.fused import Fused
 from onnx_inplace.compiler.steps import (
     Block,
     Branch,
@@ -54,6 +55,8 @@ def reads(step: Step) -> Iterator[int]:
     match step:
         case SubSession():
             yield from (port.slot for port in step.inputs)
+        case Fused():
+            yield from (link.slot for link in step.inputs)
         case Kernel():
             yield from (slot for slot in step.inputs if slot is not None)
         case View():
@@ -79,6 +82,8 @@ def fills(step: Step) -> Iterator[int]:
     match step:
         case SubSession():
             yield from (port.slot for port in step.outputs)
+        case Fused():
+            yield from (link.slot for link in step.outputs)
         case Kernel():
             yield from (slot for slot in step.outputs if slot is not None)
         case View():

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import onnx_ir as ir
 
@@ -131,13 +131,52 @@ class Facts:
 def order(graph: ir.Graph, facts: Facts) -> Order:
     """Order the nodes of one graph; see the module for what that promises."""
     nodes = facts.live(graph)
+    before, conflicts = _before(nodes, facts)
+    return Order(tuple(_batches(nodes, facts, before)), tuple(conflicts))
+
+
+def regroup(
+    graph: ir.Graph, facts: Facts, ordered: Order, fused: Collection[ir.Node]
+) -> list[tuple[bool, tuple[ir.Node, ...]]]:
+    """The nodes of ``ordered`` in other groups: those in ``fused`` together, as far as may be.
+
+    Keeps what ``order`` promises. True marks a group of ``fused`` nodes; in the others, nodes stand
+    as near to their old order as possible.
+    """
+    program = facts.live(graph)
+    needs, _ = _before(program, facts)
+    nodes = [n for b in ordered.batches for n in (b if isinstance(b, tuple) else (b,))]
+    place = {node: k for k, node in enumerate(nodes)}
+    before: list[set[int]] = [set() for _ in nodes]
+    for node, needed in zip(program, needs, strict=True):
+        before[place[node]] = {place[program[k]] for k in needed}
+    after = _after(before)
+    special = [node in fused for node in nodes]
+    candidates = []
+    for start in (False, True):
+        runs = _take_turns(special, before, after, start)
+        _sink_constants(nodes, before, after, runs)
+        candidates.append([run for run in runs if run.nodes])
+    best = min(candidates, key=len)
+    return [(run.special, tuple(nodes[k] for k in run.nodes)) for run in best]
+
+
+def _before(nodes: list[ir.Node], facts: Facts) -> tuple[list[set[int]], list[Conflict]]:
+    """Which nodes come before which, by index: uses of values, and conflicts."""
     index = {node: k for k, node in enumerate(nodes)}
     maker = {v: k for node, k in index.items() for v in node.outputs}
     before: list[set[int]] = [
         {maker[v] for v in flat.captures(node) if v in maker} for node in nodes
     ]
-    conflicts = _add_conflicts(nodes, facts, before)
-    return Order(tuple(_batches(nodes, facts, before)), tuple(conflicts))
+    return before, _add_conflicts(nodes, facts, before)
+
+
+def _after(before: list[set[int]]) -> list[list[int]]:
+    after: list[list[int]] = [[] for _ in before]
+    for k, needed in enumerate(before):
+        for earlier in needed:
+            after[earlier].append(k)
+    return after
 
 
 def _add_conflicts(nodes: list[ir.Node], facts: Facts, before: list[set[int]]) -> list[Conflict]:
@@ -177,10 +216,7 @@ def _batches(
     the library refuses is then refused before something is written.
     """
     special = [facts.is_special(node) for node in nodes]
-    after: list[list[int]] = [[] for _ in nodes]
-    for k, needed in enumerate(before):
-        for earlier in needed:
-            after[earlier].append(k)
+    after = _after(before)
     candidates = []
     for start in (False, True):
         runs = _take_turns(special, before, after, start)
@@ -244,3 +280,8 @@ def _sink_constants(
         runs[at].nodes.remove(k)
         runs[target].nodes = sorted((*runs[target].nodes, k))
         place[k] = target
+
+
+def members(batch: ir.Node | tuple[ir.Node, ...]) -> tuple[ir.Node, ...]:
+    """The nodes of a batch of an order."""
+    return batch if isinstance(batch, tuple) else (batch,)

@@ -20,6 +20,8 @@ from onnx_inplace.compiler import (
     control,
     fixed,
     footprint,
+    fusable,
+    fuse,
     integrity,
     lifetimes,
     listing,
@@ -42,7 +44,6 @@ from onnx_inplace.compiler.steps import (
     Repeat,
     Scanned,
     ScanStep,
-    Shape,
     Stacked,
     Step,
     Storage,
@@ -89,6 +90,7 @@ class _Planner:
         self.from_sessions: set[ir.Value] = set()
         self.orders: list[partition.Order] = []
         self.nodes: dict[int, tuple[ir.Node, ...]] = {}  # by id of the step that executes them
+        self.special_steps: dict[ir.Node, Step] = {}
 
     def run(self) -> ExecutionPlan:
         """The plan, in two passes: a weight is shared or not only when all steps are known."""
@@ -101,9 +103,11 @@ class _Planner:
             v for v, count in self.used.items() if count > 1 or v in self.outside
         )
         block = self.block(ordered)
+        context = fusable.Context(self.loaded.extents, self.facts)
+        fusion = fuse.build(graph, ordered.order, context, self.fusing())
         values = tuple(self.describe(v) for v in self.slots)
-        nodes = list(graph.all_nodes())
-        copies, made = listing.copies(nodes, self.facts), new_pages.of(self.loaded)
+        every = list(graph.all_nodes())
+        copies, made = listing.copies(every, self.facts), new_pages.of(self.loaded)
         return ExecutionPlan(
             values=values,
             constants=MappingProxyType(
@@ -132,17 +136,29 @@ class _Planner:
                 for c in order.conflicts
             ),
             copies=copies,
-            fallbacks=listing.fallbacks(nodes, self.facts),
+            fallbacks=listing.fallbacks(every, self.facts),
             conditions=(
                 *listing.conditions(self.loaded.judgements),
                 *listing.of_shapes(positions.build(self.loaded)),
-                *listing.of_pages(nodes, self.aliases.root),
+                *listing.of_pages(every, self.aliases.root),
             ),
             proofs=listing.proofs(self.loaded.judgements),
             new_pages=made,
             footprint=footprint.build(
                 self.loaded, block, values, self.slots, self.nodes, copies, made
             ),
+            fused=fusion,
+        )
+
+    def fusing(self) -> fuse.Planner:
+        """What the fused alternative is made with."""
+        # they are loaded beside the ordinary steps: one copy of a weight must serve both
+        weights = frozenset(self.graph.initializers.values())
+        return fuse.Planner(
+            self.slot,
+            lambda nodes, wanted: self.sub_session(nodes, wanted, weights),
+            self.special_steps.__getitem__,
+            self.model.opset_imports,
         )
 
     # -- first pass: order and use of weights
@@ -173,32 +189,38 @@ class _Planner:
                 steps.append(self.sub_session(batch, wanted))
             else:
                 steps.append(self.special(batch, ordered.bodies[batch]))
+            if not isinstance(batch, tuple):
+                self.special_steps[batch] = steps[-1]
             if isinstance(steps[-1], SubSession | Kernel):
-                self.nodes[id(steps[-1])] = _nodes(batch)
+                self.nodes[id(steps[-1])] = partition.members(batch)
         outputs = tuple(self.slot(v) for v in ordered.graph.outputs)
         return Block(
             tuple(steps),
             outputs,
             MappingProxyType(lifetimes.lifetimes(steps, outputs)),
-            tuple(calls.common(_nodes(batch)) for batch in ordered.order.batches),
+            tuple(calls.common(partition.members(batch)) for batch in ordered.order.batches),
         )
 
     def wanted(self, ordered: _Ordered) -> set[ir.Value]:
         """Values that leave the batch that makes them."""
         wanted = set(ordered.graph.outputs)
         for batch in ordered.order.batches:
-            wanted.update(subsession.inputs(_nodes(batch)))
+            wanted.update(subsession.inputs(partition.members(batch)))
         return wanted
 
-    def sub_session(self, nodes: tuple[ir.Node, ...], wanted: set[ir.Value]) -> Step:
+    def sub_session(
+        self,
+        nodes: tuple[ir.Node, ...],
+        wanted: set[ir.Value],
+        shared: frozenset[ir.Value] | None = None,
+    ) -> Step:
         results = [v for node in nodes for v in node.outputs if v in wanted]
         entering = [v for v in subsession.inputs(nodes) if not v.is_initializer()]
         for value in (*entering, *results):
             self.slot(value)
         self.from_sessions.update(results)
-        return subsession.build(
-            nodes, results, self.model, self.slots, self.shared, self.loaded.extents
-        )
+        shared = self.shared if shared is None else shared
+        return subsession.build(nodes, results, self.model, self.slots, shared, self.loaded.extents)
 
     def special(self, node: ir.Node, bodies: tuple[_Ordered, ...]) -> Step:
         if node.op_type == "If" and bodies:
@@ -321,7 +343,9 @@ class _Planner:
         self, whole: ir.Value, element: ir.Value, axis: int = 0, reverse: bool = False
     ) -> Stacked:
         known = element if element.dtype is not None else whole
-        return Stacked(self.slot(whole), axis, reverse, known.dtype, self.shape(element))
+        return Stacked(
+            self.slot(whole), axis, reverse, known.dtype, attributes.shape(element, self.dims)
+        )
 
     # -- values
 
@@ -352,20 +376,13 @@ class _Planner:
             self.slots[value],
             value.name or "",
             value.dtype if is_tensor else None,
-            self.shape(value),
+            attributes.shape(value, self.dims),
             self.root(value),
             self.storage(value),
             is_tensor and value in self.fixed,
             self.aliases.version.get(value) if value in self.facts.roots else None,
             paged_types.of(value),
         )
-
-    def shape(self, value: ir.Value) -> Shape | None:
-        """Numbers and names of dimensions of inputs; not the names that inference makes up."""
-        if value.shape is None:
-            return None
-        dims = (d if isinstance(d, int) else d.value for d in value.shape)
-        return tuple(d if isinstance(d, int) or d in self.dims else None for d in dims)
 
     def storage(self, value: ir.Value) -> Storage:
         is_input = value.is_graph_input() and value.graph is self.graph
@@ -381,10 +398,6 @@ class _Planner:
         ):
             return Storage.BUFFER
         return Storage.FRESH
-
-
-def _nodes(batch: ir.Node | tuple[ir.Node, ...]) -> tuple[ir.Node, ...]:
-    return batch if isinstance(batch, tuple) else (batch,)
 
 
 def _result(node: ir.Node) -> str:

@@ -25,6 +25,7 @@ import onnx_ir as ir
 from onnx_inplace.compiler.calls import Call
 from onnx_inplace.compiler.contract import OutputAlias
 from onnx_inplace.compiler.errors import Location
+from onnx_inplace.compiler.fused import NOTHING, Fused, Fusion
 from onnx_inplace.compiler.memory import Footprint, Memory
 from onnx_inplace.compiler.moments import Moment, moments
 from onnx_inplace.compiler.new_pages import NewPages
@@ -274,8 +275,8 @@ class ScanStep:
     location: Location | None
 
 
-Step: TypeAlias = "SubSession | Kernel | View | Branch | Repeat | ScanStep"
-"""One unit of the plan. A region fused into one kernel call would be one more class here."""
+Step: TypeAlias = "SubSession | Kernel | View | Branch | Repeat | ScanStep | Fused"
+"""One unit of the plan. ``Fused`` stands in ``Fusion.block`` only."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -334,6 +335,7 @@ class ExecutionPlan:
         new_pages: pages that a run may add to paged caches.
         proofs: what holds in every run, of positions, indices and lengths.
         footprint: what ``memory`` is computed from.
+        fused: the other steps of runs with few rows.
     """
 
     values: tuple[Value, ...]
@@ -350,6 +352,7 @@ class ExecutionPlan:
     proofs: tuple[Condition, ...]
     footprint: Footprint = dataclasses.field(repr=False)
     new_pages: tuple[NewPages, ...] = ()
+    fused: Fusion = NOTHING
 
     def memory(self, threads: int = 1, /, **dims: int) -> Memory:
         """What a run needs, before anything is allocated.

@@ -34,10 +34,12 @@ class Settings:
         threads: upper bound for one kernel.
         portable: use the kernels for every CPU also where there are faster ones; by default as the
             environment says (``ONNX_INPLACE_PORTABLE=1``).
+        fuse: run fused steps where the plan has them and the rows of a run are few.
     """
 
     threads: int = 1
     portable: bool = dataclasses.field(default_factory=_portable)
+    fuse: bool = False
 
 
 Factory = Callable[[steps.Kernel, Settings], Action]

@@ -26,7 +26,7 @@ from onnx_inplace.numba_kernels import (
     specialise,
     vector,
 )
-from onnx_inplace.numba_kernels.memory import FIELD, address
+from onnx_inplace.numba_kernels.memory import FIELD, OnDemand, address
 from onnx_inplace.runner import threads
 from onnx_inplace.runner.actions import Array, Settings
 
@@ -129,6 +129,24 @@ class Kernels:
             self.decode.attend.ready()
             self.decode.merge.ready()
 
+    def other(self, problem: Problem, workers: int) -> tuple[OnDemand, int]:
+        """The kernel of a call that decoding does not fit, and bytes of its workspace."""
+        if self.prefill is not None and self.shape.fits(problem):
+            return self.prefill.attend, self.prefill.workspace_size(workers)
+        size = attention.workspace_size(problem.head_size, problem.value_size)
+        return attention.attend, size * workers
+
+
+def facts(p: Problem) -> Array:
+    """The Layout of a problem, in memory."""
+    numbers: list[int] = [
+        p.batch, p.kv_heads, p.heads // p.kv_heads, p.tokens, p.head_size, p.value_size,
+        *p.kinds, p.left, p.right, int(p.at_end), layout.bits(p.scale), layout.bits(p.softcap),
+        *dataclasses.astuple(p.query), *dataclasses.astuple(p.key),
+        *dataclasses.astuple(p.value), *dataclasses.astuple(p.output), *p.mask,
+    ]  # fmt: skip
+    return np.array(layout.Layout(*numbers), np.int64)
+
 
 class Call:
     """A prepared call for one tuple of shapes. Immutable: threads share it."""
@@ -136,13 +154,7 @@ class Call:
     def __init__(self, problem: Problem, kernels: Kernels) -> None:
         p = self.problem = problem
         self.shape = p.shape
-        facts: list[int] = [
-            p.batch, p.kv_heads, p.heads // p.kv_heads, p.tokens, p.head_size, p.value_size,
-            *p.kinds, p.left, p.right, int(p.at_end), layout.bits(p.scale), layout.bits(p.softcap),
-            *dataclasses.astuple(p.query), *dataclasses.astuple(p.key),
-            *dataclasses.astuple(p.value), *dataclasses.astuple(p.output), *p.mask,
-        ]  # fmt: skip
-        self._layout = np.array(layout.Layout(*facts), np.int64)
+        self._layout = facts(p)
         self._layout_address = address(self._layout)
         self._all = np.full(p.batch, p.capacity, np.int64)
         self._kernels, self._serial = kernels, kernels.serial

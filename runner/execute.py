@@ -14,9 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numba
 import numpy as np
 
-from onnx_inplace.compiler import errors
+from onnx_inplace.compiler import errors, extents, sizes
+from onnx_inplace.compiler.fused import NOTHING, ROWS, Fused
 from onnx_inplace.compiler.steps import (
     Block,
     Branch,
@@ -33,6 +35,10 @@ from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner import control, library, registry, standard, views
 from onnx_inplace.runner.actions import Action, Array, Settings, Slots
 from onnx_inplace.runner.frames import Frame
+from onnx_inplace.runner.fused import region
+from onnx_inplace.runner.fused.region import Region
+from onnx_inplace.runner.fused.table import NotFused
+from onnx_inplace.runner.fused.weights import Weights
 
 _FRAMES = 16  # a server sees many lengths of prompts: the least recently used are given up
 
@@ -46,9 +52,12 @@ class Engine:
         Raises:
             errors.UnsupportedOperator: a kernel is missing, or does not support a node.
         """
-        self.plan = plan
+        self.plan, self._settings = plan, settings
+        self._fused = plan.fused if settings.fuse else NOTHING
         # kernels first: they refuse at once, sub-sessions take their time
         steps = list(_all_steps(plan.block))
+        if self._fused.block is not None:
+            steps += list(_all_steps(self._fused.block))
         self._kernels = {
             id(s): registry.compile_step(s, settings) for s in steps if isinstance(s, Kernel)
         }
@@ -59,6 +68,7 @@ class Engine:
             for s in steps
             if isinstance(s, SubSession)
         }
+        self._weights = Weights()
         self._constants = {slot: _read_only(t.numpy()) for slot, t in plan.constants.items()}
 
     @property
@@ -72,7 +82,25 @@ class Engine:
 
     def build(self, frame: Frame) -> Action:
         """The closures of a frame, prepared as far as its shapes are known."""
-        return _Builder(self._kernels, self._sub_sessions, frame).block(self.plan.block)
+        return _Builder(self._kernels, self._sub_sessions, frame).block(frame.block)
+
+    def choose(
+        self, dims: Mapping[str, int], roots: Mapping[str, Array]
+    ) -> tuple[Block, Mapping[int, Region]]:
+        """The steps of a frame, and its fused steps."""
+        fused, ordinary = self._fused, self.plan.block
+        try:
+            if fused.block is None or any(sizes.evaluate(r, dims) > ROWS for r in fused.rows):
+                return ordinary, {}
+            threads = min(self._settings.threads, numba.config.NUMBA_NUM_THREADS)
+            return fused.block, {
+                id(step): region.build(
+                    step, dims, roots, self._weights, threads, self._settings.portable
+                )
+                for step in fused.regions
+            }
+        except (NotFused, KeyError):
+            return ordinary, {}
 
 
 class Execution:
@@ -104,12 +132,12 @@ class Execution:
             if i.mutable:
                 template[i.slot] = self._roots[i.name]
             shape = self._roots[i.name].shape if i.mutable else next(given)
-            dims.update(
-                (d, size)
-                for d, size in zip(plan.values[i.slot].shape or (), shape, strict=False)
-                if isinstance(d, str)
-            )
-        return Frame(plan, self._roots, dims, template)
+            named = plan.values[i.slot].shape or (None,) * len(shape)
+            for axis, (name, size) in enumerate(zip(named, shape, strict=False)):
+                if not isinstance(name, int):
+                    dims[name or extents.unnamed(i.name, axis)] = size
+        block, regions = self._engine.choose(dims, self._roots)
+        return Frame(plan, block, regions, self._roots, dims, template)
 
 
 class Run:
@@ -163,6 +191,8 @@ class _Builder:
                 return self.sub_sessions[id(step)].action(self.frame, block)
             case Kernel():
                 return self.kernels[id(step)]
+            case Fused():
+                return self.frame.regions[id(step)].action()
             case View():
                 return views.action(step)
             case Branch():

@@ -17,6 +17,7 @@ import numpy as np
 from onnx_inplace.compiler import arena
 from onnx_inplace.compiler.steps import Block, ExecutionPlan, Storage
 from onnx_inplace.runner.actions import Array, DType, Slots
+from onnx_inplace.runner.fused.region import Region
 
 
 def carve(
@@ -49,6 +50,8 @@ class Frame:
 
     Attributes:
         plan: what is executed.
+        block: its steps in this frame: the ordinary ones, or those with fused steps among them.
+        regions: fused steps that are ready to run, by ``id`` of the step.
         roots: the caller's arrays and paged caches by name.
         dims: sizes by name of the dimension.
         template: a copy of it is where a run starts: constants, the caller's storage, buffers.
@@ -58,12 +61,19 @@ class Frame:
     """
 
     plan: ExecutionPlan
+    block: Block
+    regions: Mapping[int, Region]
     roots: Mapping[str, Any]
     dims: Mapping[str, int]
     template: Slots
     shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     stale: bool = False
     nbytes: int = 0
+
+    @property
+    def fused(self) -> bool:
+        """Whether runs of this frame take fused steps."""
+        return bool(self.regions)
 
     def note(self, slot: int, shape: tuple[int, ...]) -> None:
         """Remember the shape of a value that has the same one in all runs of the frame."""

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable
 
 from onnx_inplace.compiler import errors, steps
+from onnx_inplace.compiler.fused import Operation
 from onnx_inplace.runner.actions import Action, Slots
 
 JOURNAL = -1
@@ -41,7 +42,7 @@ class Written:
         return f"{self.operator} of `{self.root}`, {self.length} tokens at {self.position}{where}"
 
 
-_TOKENS = {("onnx_inplace", "CacheUpdate"), ("", "TensorScatter")}
+TOKENS = {("onnx_inplace", "CacheUpdate"), ("", "TensorScatter")}
 """Operators that write (storage, values, position) along an axis."""
 
 
@@ -49,7 +50,7 @@ def noted(step: steps.Kernel, action: Action) -> Action:
     """An action that notes in the journal that it has written."""
     if not step.roots:
         return action
-    if (step.domain, step.op_type) in _TOKENS and len(step.inputs) > 2:
+    if (step.domain, step.op_type) in TOKENS and len(step.inputs) > 2:
         note = _tokens(step)
     else:
         note = _anywhere(step)
@@ -72,28 +73,31 @@ def read(slots: Slots) -> tuple[Written, ...]:
     return tuple(_written(*entry) for entry in slots[JOURNAL])
 
 
-_Entry = tuple[steps.Kernel, "int | list[int] | None", "int | None"]
+Entry = tuple["steps.Kernel | Operation", "int | list[int] | None", "int | None"]
+"""Who wrote, from which position on, and how many tokens; None: anywhere."""
 
 
-def _tokens(step: steps.Kernel) -> Callable[[Slots], _Entry]:
+def _tokens(step: steps.Kernel) -> Callable[[Slots], Entry]:
     _, values, position = step.inputs[:3]
     axis = step.attributes.get("axis", -2)
     if values is None or position is None:
         return _anywhere(step)
 
-    def note(slots: Slots) -> _Entry:
+    def note(slots: Slots) -> Entry:
         # as numbers, not as the array: that may be a buffer which the run uses again
         return step, slots[position].tolist(), slots[values].shape[axis]
 
     return note
 
 
-def _anywhere(step: steps.Kernel) -> Callable[[Slots], _Entry]:
-    entry: _Entry = step, None, None
+def _anywhere(step: steps.Kernel) -> Callable[[Slots], Entry]:
+    entry: Entry = step, None, None
     return lambda slots: entry
 
 
-def _written(step: steps.Kernel, position: int | list[int] | None, length: int | None) -> Written:
+def _written(
+    step: steps.Kernel | Operation, position: int | list[int] | None, length: int | None
+) -> Written:
     root = next(iter(step.roots.values()))
     location = None if step.location is None else str(step.location)
     return Written(root, step.op_type, position, length, location)

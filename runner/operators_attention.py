@@ -53,8 +53,8 @@ def attention(step: steps.Kernel, settings: Settings) -> Action:
         shapes = query.shape, key.shape, value.shape, None if mask is None else mask.shape
         call = calls.get(shapes)
         if call is None:
-            problem = _problem(attributes, query, key, value, mask, lengths is not None)
-            call = calls.put(shapes, Call(problem, kernels))
+            found = problem(attributes, query, key, value, mask, lengths is not None)
+            call = calls.put(shapes, Call(found, kernels))
         target = result(slots, output, reuse, call.shape, query.dtype)
         if mask is None:
             call.on_arrays(query, key, value, target, lengths, root)
@@ -102,9 +102,14 @@ def _refuse(step: steps.Kernel, inputs: tuple[int | None, ...]) -> None:
             raise refuse(f"{name}={step.attributes[name]}")
 
 
-def _problem(
+def problem(
     attributes: Any, query: Array, key: Array, value: Array, mask: Array | None, has_lengths: bool
 ) -> Problem:
+    """A call of these shapes.
+
+    Raises:
+        StorageMismatch: they do not fit.
+    """
     if query.ndim == 4:
         batch, heads, tokens, head_size = query.shape
         kv_heads, capacity, value_size = key.shape[1], key.shape[2], value.shape[3]

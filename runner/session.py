@@ -12,7 +12,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import onnx_ir as ir
@@ -43,19 +43,24 @@ class Session:
         threads: of onnxruntime and of parallel kernels.
     """
 
-    def __init__(self, source: Source, *, threads: int = 1):
+    def __init__(self, source: Source, *, threads: int = 1, fuse: Literal["auto", "off"] = "off"):
         """Load a model.
 
         Args:
             source: path of an ``.onnx`` file, a compiled program, or what ``compiler.load``
                 returned.
             threads: how many threads a run may use.
+            fuse: "auto" runs the stretches of the model that have templates in one call of
+                compiled kernels each, where a run has few rows, as when a decoder makes one token;
+                "off" never does.
 
         Raises:
             errors.ContractError: the file does not keep its contract.
         """
         if operator.index(threads) < 1:
             raise errors.BindingError(f"threads is {threads}: at least 1 is needed.", "threads")
+        if fuse not in ("auto", "off"):
+            raise errors.BindingError(f'fuse is {fuse!r}: "auto" or "off".', "fuse")
         loaded = loader.load(source)
         self.threads = threads
         self.plan = planner.plan(loaded)
@@ -78,7 +83,7 @@ class Session:
         )
         self.outputs_type = outputs.outputs_type([name for name, _, _ in self.results])
         self._slot_of = {port.name: slot for slot, port in ports}
-        self._engine = execute.Engine(self.plan, Settings(threads=threads))
+        self._engine = execute.Engine(self.plan, Settings(threads=threads, fuse=fuse == "auto"))
         self.prechecks = checks.Prechecks(self.checks, self._slot_of)
         self.page_checks = page_checks.Checker(self.checks.pages, self._slot_of)
         self._kept = _disjoint(storage.interval(a) for a in self._engine.constants.values())

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from onnx_inplace.compiler import notes, steps
+from onnx_inplace.compiler.fused import Fused
 from onnx_inplace.compiler.memory import Bytes, Memory
 from onnx_inplace.compiler.new_pages import NewPages
 
@@ -135,6 +136,9 @@ def _step(plan: steps.ExecutionPlan, step: steps.Step) -> Iterator[tuple[int, Te
             roots = ", ".join(dict.fromkeys(step.roots.values()))
             text.append(f"  writes {roots}" if roots else "  reads in place", "bold yellow")
             yield 0, text.append_text(_place(step.location))
+        case Fused():
+            text = line((k.slot for k in step.outputs), "fused", (k.slot for k in step.inputs))
+            yield 0, text.append(f"  {step.nodes} nodes in one call", "bold yellow")
         case steps.View():
             text = line([step.output], step.op_type, [step.source])
             yield 0, text.append(f"  views {step.root}").append_text(_place(step.location))

@@ -15,6 +15,7 @@ import onnx
 
 from onnx_inplace.compiler import steps
 from onnx_inplace.compiler.calls import Call
+from onnx_inplace.compiler.fused import Fused
 
 
 class Kind(enum.Enum):
@@ -187,6 +188,13 @@ class _Reader:
                 takes = (*step.carried, *step.elements)
                 body = self.part("body", step.body, f"{number}.", takes)
                 return self.control(step, "Scan", number, place, makes_, reads_, (body,))
+            case Fused():
+                makes, reads = (
+                    self.refs(link.slot for link in links) for links in (step.outputs, step.inputs)
+                )
+                return Row(
+                    number, Kind.KERNEL, "fused", f"{step.nodes} nodes", makes, reads, (), "", place
+                )
             case _:
                 assert_never(step)
 

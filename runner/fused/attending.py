@@ -1,0 +1,74 @@
+"""Template of attention over caches: the kernels of ``runner.attend``, called by address."""
+
+from __future__ import annotations
+
+from onnx_inplace.compiler import errors
+from onnx_inplace.compiler.fused import Operation
+from onnx_inplace.numba_kernels.fused import moves
+from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.runner import attend, operators_attention
+from onnx_inplace.runner.actions import Array, Settings
+from onnx_inplace.runner.fused.buffers import aligned
+from onnx_inplace.runner.fused.table import Bound, Builder, NotFused
+
+
+def attention(b: Builder, o: Operation) -> None:
+    """Attention with ``nonpad_kv_seqlen``, over the valid part of caches."""
+    inputs = (*o.inputs, *[None] * (7 - len(o.inputs)))
+    query, key, value = b.array(inputs[0]), b.array(inputs[1]), b.array(inputs[2])
+    query = b.contiguous(query, query.dtype)
+    target = b.result(o.outputs[0])
+    lengths_at = inputs[6]
+    assert lengths_at is not None
+    lengths = b.array(lengths_at)
+    try:
+        problem = operators_attention.problem(o.attributes, query, key, value, None, True)
+    except errors.StorageMismatch as error:
+        raise NotFused(str(error)) from None
+    if problem.shape != target.shape or lengths.shape != (problem.batch,):
+        raise NotFused(f"Attention of {query.shape} to {target.shape}")
+    group = problem.heads // problem.kv_heads
+    shape = attend.Shape(problem.kinds[1], problem.head_size, group)
+    kernels = attend.Kernels(Settings(1, b.portable), shape)
+    name = b.value(inputs[1] or 0)
+    root, capacity = name.root or name.name, problem.capacity
+
+    def fail(numbers: Array) -> None:
+        attend.longest_length(root, numbers, problem.batch, capacity)
+
+    b.bounds.append(Bound(lengths_at, 0, capacity + 1, fail))
+    facts = b.lasting(attend.facts(problem))
+    decode = kernels.decode if kernels.shape.fits(problem) and problem.tokens == 1 else None
+    rows = problem.batch * problem.kv_heads
+    splits, workers = 1, b.threads
+    if decode is not None:
+        splits = max(1, -(-4 * workers // rows)) if workers > 1 else 1
+        kernel = decode.attend
+        size = decode.workspace_size(rows * splits, workers)
+    else:
+        kernel, size = kernels.other(problem, workers)
+    space = b.lasting(aligned(16 + size + 64))
+    places = (
+        address(facts),
+        address(query),
+        address(key),
+        address(value),
+        address(target),
+        address(lengths),
+        0,
+        0,
+        address(space),
+    )
+    reads = [query, key, value, lengths]
+    begin = moves.Begin(address(space), address(lengths), problem.batch, SHORTEST, splits)
+    b.emit(moves.begin, begin, [lengths], [space[:16]])
+    merged = decode is not None and workers > 1
+    call = moves.Attend(kernel.ready().address, *places, workers if decode is not None else 0)
+    b.emit(moves.attend, call, [*reads, space[:16]], [target, space], first=False)
+    if merged and decode is not None:
+        call = moves.Attend(decode.merge.ready().address, *places, workers)
+        b.emit(moves.attend, call, [*reads, space], [target])
+    b.lengths.append((lengths, problem.heads * problem.head_size))
+
+
+SHORTEST = 64  # tokens of a split

@@ -1,0 +1,333 @@
+"""Collects the instructions of a fused step for one tuple of shapes, and places the barriers.
+
+An instruction says which bytes it reads and writes. A barrier stands where an instruction touches
+what another one since the last barrier has written, or writes what it has read, unless the first
+thread does both of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from onnx_inplace.compiler import sizes
+from onnx_inplace.compiler.fused import Fused, FusedValue
+from onnx_inplace.numba_kernels.fused import interpreter, moves
+from onnx_inplace.numba_kernels.memory import OnDemand, address
+from onnx_inplace.runner.actions import Array, DType
+from onnx_inplace.runner.attend import KINDS
+from onnx_inplace.runner.fused.buffers import Buffers
+from onnx_inplace.runner.fused.weights import Weights
+
+
+class NotFused(Exception):
+    """A fused step cannot serve these shapes: the ordinary steps do. ``str`` says why."""
+
+
+Range = tuple[int, int]
+"""First byte, and one past the last."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """A call of a kernel.
+
+    Attributes:
+        kernel: its address.
+        block: its arguments.
+        first: whether the first thread does all of it.
+        reads, writes: bytes that others write or read, too.
+    """
+
+    kernel: int
+    block: Sequence[int]
+    first: bool
+    reads: tuple[Range, ...]
+    writes: tuple[Range, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bound:
+    """What must hold of the integers of an input before a run: low <= number < end.
+
+    ``fail(numbers)`` raises the error of the step that reads them.
+    """
+
+    value: int
+    low: int
+    end: int
+    fail: Callable[[Array], None]
+
+
+class Builder:
+    """What a template writes to.
+
+    Attributes:
+        region: the fused step.
+        dims: sizes by name of the dimension.
+        weights: of the session.
+        threads: of a run.
+        instructions: until now.
+        bounds: what is to check before a run.
+        scratch: arrays that must live as long as the table.
+    """
+
+    def __init__(
+        self,
+        region: Fused,
+        dims: Mapping[str, int],
+        roots: Mapping[str, Array],
+        weights: Weights,
+        threads: int,
+        portable: bool,
+    ):
+        self.region, self.dims, self.weights = region, dims, weights
+        self.threads, self.portable = threads, portable
+        self._roots = roots
+        self.instructions: list[Instruction] = []
+        self.bounds: list[Bound] = []
+        self.scratch: list[Array] = []
+        self.work = 0.0  # numbers that a run multiplies, for the choice of threads
+        self.lengths: list[tuple[Array, int]] = []  # work that grows with numbers of a run
+        self.panels: dict[int, tuple[int, int]] = {}  # panels and their bytes, by address
+        self._derived: dict[tuple[int, str], Array] = {}
+        self._buffers = Buffers()
+        self._arrays: dict[int, Array] = {}
+        self._temporary: list[Array] = []
+        self.leaving = {link.value for link in region.outputs}
+        self.fresh: dict[int, Array] = {}  # leaving values that are made new by every run
+
+    # -- values
+
+    def value(self, index: int) -> FusedValue:
+        """What the plan says of a value."""
+        return self.region.values[index]
+
+    def array(self, index: int | None) -> Array:
+        """The bytes of a value; of a weight, as the file has it."""
+        assert index is not None
+        found = self._arrays.get(index)
+        if found is None:
+            found = self._arrays[index] = self._enter(index)
+        return found
+
+    def _enter(self, index: int) -> Array:
+        value = self.value(index)
+        if value.constant is not None:
+            return self.weights.plain(value.constant)
+        if value.root is not None:
+            return self._roots[value.root].reshape(self.shape(index))
+        if value.content is not None:
+            numbers = np.array(self.integers(index), np.int64)
+            return self.lasting(numbers.reshape(self.shape(index)))
+        raise NotFused(f"`{value.name}` is not made before it is used")
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        """The shape of a value with these dimensions."""
+        shape = self.value(index).shape
+        if shape is None:
+            raise NotFused(f"the shape of `{self.value(index).name}` is known only in a run")
+        try:
+            return sizes.numbers(shape, self.dims)
+        except KeyError as error:
+            raise NotFused(f"`{self.value(index).name}`: {error} is not known") from None
+
+    def integers(self, index: int | None) -> tuple[int, ...] | None:
+        """The integers of a parameter; None where the operator leaves it out."""
+        if index is None:
+            return None
+        content = self.value(index).content
+        if content is None:
+            raise NotFused(f"`{self.value(index).name}` is known only in a run")
+        return sizes.numbers(content, self.dims)
+
+    def dtype(self, index: int) -> DType:
+        """Element type of a value."""
+        dtype = self.value(index).dtype
+        if dtype is None:
+            raise NotFused(f"the type of `{self.value(index).name}` is not known")
+        return dtype.numpy()
+
+    def enter(self, index: int) -> Array:
+        """Memory for a value that every run brings."""
+        array = self._buffers.take(self.shape(index), self.dtype(index))
+        self._arrays[index] = array
+        return array
+
+    def result(self, index: int | None) -> Array:
+        """Memory for a value that an operation makes."""
+        assert index is not None
+        shape, dtype = self.shape(index), self.dtype(index)
+        if index in self.leaving:
+            array = self.fresh[index] = np.empty(shape, dtype)
+        else:
+            array = self._buffers.take(shape, dtype)
+        self._arrays[index] = array
+        return array
+
+    def view(self, index: int | None, array: Array) -> None:
+        """A value that is other bytes in another shape."""
+        assert index is not None
+        if array.shape != self.shape(index):
+            raise NotFused(f"`{self.value(index).name}` is {array.shape}, not {self.shape(index)}")
+        self._buffers.keep(array)
+        self._arrays[index] = array
+
+    def temporary(self, shape: tuple[int, ...], dtype: DType | type = np.float32) -> Array:
+        """Memory until the end of the operation."""
+        array = self._buffers.take(shape, np.dtype(dtype))
+        self._temporary.append(array)
+        return array
+
+    def derived(
+        self,
+        index: int,
+        form: str,
+        shape: tuple[int, ...],
+        dtype: DType | type,
+        fill: Callable[[Array], None],
+    ) -> Array:
+        """A value in another form, made once and kept as long as the value."""
+        found = self._derived.get((index, form))
+        if found is None:
+            found = self._derived[index, form] = self._buffers.take(shape, np.dtype(dtype))
+            fill(found)
+        return found
+
+    def lasting(self, array: Array) -> Array:
+        """Keep an array for as long as the table."""
+        self.scratch.append(array)
+        return array
+
+    def end_operation(self, dead: Iterable[int]) -> None:
+        """Give back what no later operation needs."""
+        for array in self._temporary:
+            self._buffers.drop(array)
+        self._temporary.clear()
+        for index in dead:
+            array = self._arrays.get(index)  # type: ignore[assignment]
+            if array is not None:
+                self._buffers.drop(array)
+            for key in [key for key in self._derived if key[0] == index]:
+                self._buffers.drop(self._derived.pop(key))
+
+    # -- instructions
+
+    def emit(
+        self,
+        kernel: OnDemand,
+        block: Sequence[int],
+        reads: Sequence[Array],
+        writes: Sequence[Array],
+        *,
+        first: bool = True,
+    ) -> None:
+        """One more instruction."""
+        self.instructions.append(
+            Instruction(
+                kernel.ready().address,
+                block,
+                first,
+                tuple(_range(a) for a in reads),
+                tuple(_range(a) for a in writes),
+            )
+        )
+
+    def move(self, source: Array, target: Array) -> None:
+        """Copy elements, converted where the types differ."""
+        kinds = (moves.BYTES, moves.BYTES)
+        if source.dtype != target.dtype:
+            kinds = KINDS[source.dtype], KINDS[target.dtype]
+        try:
+            block = moves.move_block(
+                address(source),
+                address(target),
+                kinds,
+                target.itemsize,
+                target.shape,
+                source.strides,
+                target.strides,
+            )
+        except ValueError as error:
+            raise NotFused(str(error)) from None
+        self.emit(moves.move, block, [source], [target])
+
+    def contiguous(self, array: Array, dtype: DType | type = np.float32) -> Array:
+        """The same numbers side by side, of a type: itself, or a copy until the operation ends."""
+        if array.dtype == dtype and array.flags.c_contiguous:
+            return array
+        copy = self.temporary(array.shape, dtype)
+        self.move(array, copy)
+        return copy
+
+    def writing(self, index: int | None) -> tuple[Array, Callable[[], None]]:
+        """Float32 memory for a result, and what to call when it is written."""
+        result = self.result(index)
+        if result.dtype == np.float32:
+            return result, lambda: None
+        numbers = self.temporary(result.shape)
+        return numbers, lambda: self.move(numbers, result)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return self._buffers.nbytes
+
+
+def _range(array: Array) -> Range:
+    return np.lib.array_utils.byte_bounds(array)
+
+
+def _conflict(a: Instruction, b: Instruction) -> bool:
+    if a.first and b.first:
+        return False
+    return _meet(a.writes, b.reads) or _meet(a.writes, b.writes) or _meet(a.reads, b.writes)
+
+
+def _meet(a: Sequence[Range], b: Sequence[Range]) -> bool:
+    return any(x[0] < y[1] and y[0] < x[1] for x in a for y in b)
+
+
+def flags(instructions: Sequence[Instruction]) -> list[int]:
+    """Flags of the interpreter for each instruction: who does it, and where threads meet."""
+    found = [interpreter.FIRST if i.first else 0 for i in instructions]
+    since = 0
+    for k, instruction in enumerate(instructions):
+        if any(_conflict(earlier, instruction) for earlier in instructions[since:k]):
+            found[k - 1] |= interpreter.BARRIER
+            since = k
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Patch:
+    """Words of argument blocks that hold an address inside of a result that each run makes new."""
+
+    value: int
+    words: tuple[tuple[int, int], ...]  # index of the word, offset in bytes
+
+
+class Table:
+    """Instructions in memory, ready to run."""
+
+    def __init__(self, builder: Builder):
+        instructions = builder.instructions
+        self.words = np.array([w for i in instructions for w in i.block] or [0], np.int64)
+        base, at, rows = address(self.words), 0, []
+        for instruction, flag in zip(instructions, flags(instructions), strict=True):
+            rows.append((instruction.kernel, base + 8 * at, flag))
+            at += len(instruction.block)
+        self.table = interpreter.table(rows)
+        self.count = len(rows)
+        self.barriers = sum(1 for _, _, flag in rows if flag & interpreter.BARRIER)
+        self.patches = tuple(
+            Patch(value, tuple(self._words_in(array))) for value, array in builder.fresh.items()
+        )
+
+    def _words_in(self, array: Array) -> Iterable[tuple[int, int]]:
+        """An address lies far above all sizes, so a word in the range of an array is one."""
+        low, high = _range(array)
+        for k in np.nonzero((self.words >= low) & (self.words < max(high, low + 1)))[0].tolist():
+            yield k, int(self.words[k]) - low
