@@ -49,7 +49,7 @@ class Memory:
     ``workspace`` is that of the step that needs most, whatever is alive at it: a bound.
 
     Attributes:
-        caches: mutable inputs, each once.
+        caches: mutable inputs, each once. Not the pages that paged caches have already.
         values: what passes between steps: buffers of the arena, which stay between runs, and the
             most that is alive together of what each run makes anew, results included.
         workspace: what the peak of a run holds beyond ``values``: temporary bytes of kernels, and

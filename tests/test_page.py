@@ -1,7 +1,5 @@
 """The page of a plan: its facts are the plan's, in the file and in a browser."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree.ElementTree import Element
@@ -12,8 +10,9 @@ import onnx
 import pytest
 from onnx import helper
 
-from onnx_inplace import compiler, errors, page
+from onnx_inplace import compiler, errors, formats, page
 from onnx_inplace.compiler import steps
+from onnx_inplace.dsl import FLOAT16, INT64, Alias, Mutable, Paged, kv, model
 
 SIZES = {"heads": 2, "capacity": 64, "n": 3, "batch": 2, "t": 5, "m": 16}
 
@@ -233,6 +232,26 @@ def test_a_plan_that_breaks_its_promise_has_no_page() -> None:
     )
     with pytest.raises(errors.PlanError):
         page.render(broken, "m.onnx", dims)
+
+
+def test_pages_are_storage_too() -> None:
+    pages = Paged[FLOAT16[2, 1, 16, 32], formats.FLOAT16, formats.INT8]
+
+    @model
+    def program(
+        cache: Mutable[pages], page: INT64[()], new: FLOAT16[2, 1, "n", 32], at: INT64[()]
+    ) -> Alias["cache"]:
+        return kv.PagedCacheUpdate(cache, page, new, at, quantized_type="INT8")
+
+    plan = compiler.plan(program)
+    document = read(plan, {"n": 1})
+    (article,) = browser.of_class(document, "storage")
+    title = browser.text(next(article.iter("h3")))
+    assert "Paged[FLOAT16[2, 1, 16, 32], FLOAT16, INT8]" in title
+    said = browser.text(browser.by_id(document, "notes-open"))
+    assert all(note.text.split(" (`")[0].replace("`", "") in said for note in plan.conditions)
+    added = browser.text(browser.by_id(document, "notes-pages"))
+    assert plan.new_pages and all(str(new).replace("`", "") in added for new in plan.new_pages)
 
 
 def test_one_plan_gives_one_page() -> None:

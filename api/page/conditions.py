@@ -6,14 +6,18 @@ from collections.abc import Iterator, Sequence
 from xml.etree.ElementTree import Element
 
 from onnx_inplace.compiler import steps
+from onnx_inplace.compiler.new_pages import NewPages
 from onnx_inplace.compiler.notes import Condition, Copied, Fallback
 from onnx_inplace.page import folding
 from onnx_inplace.page.markup import Child, code, e
+
+Note = Condition | Copied | Fallback | NewPages
 
 _SHOWN = 6  # notes of one kind before the others are folded
 _MEANING = {
     "Proved": "Holds in every run.",
     "Checked in a run": "Depends on inputs. A run that is refused has written nothing.",
+    "New pages": "The most that a run adds to paged caches.",
     "Copies": "What copies a storage, a view of one, or a value on request.",
     "Read over the whole capacity": "Standard operators that read all of a storage, valid or not.",
     "Kept in order": "A read of an old version, which stands before the write that ends it.",
@@ -23,18 +27,24 @@ _NOTHING = {
     "Read over the whole capacity": "nothing reads a whole capacity",
     "Kept in order": "no old version is read",
 }
-_KINDS = {"Copies": "copies", "Read over the whole capacity": "fallbacks", "Kept in order": "order"}
+_KINDS = {
+    "New pages": "pages",
+    "Copies": "copies",
+    "Read over the whole capacity": "fallbacks",
+    "Kept in order": "order",
+}
 
 
 def section(plan: steps.ExecutionPlan, verified: int) -> Element:
     """``verified``: steps that the verifier followed."""
     proved = [*_storage(plan, verified), *_notes(plan.proofs)]
     costs = {
+        "New pages": list(_notes(plan.new_pages)),
         "Copies": list(_notes(plan.copies)),
         "Read over the whole capacity": list(_notes(plan.fallbacks)),
         "Kept in order": list(_order(plan.write_after_read)),
     }
-    empty = [_NOTHING[title] for title, items in costs.items() if not items]
+    empty = [_NOTHING[title] for title in _NOTHING if not costs[title]]
     nothing = e("p", f"{'; '.join(empty).capitalize()}.", class_="note", id="notes-none")
     return e(
         "section",
@@ -78,14 +88,14 @@ def _storage(plan: steps.ExecutionPlan, verified: int) -> Iterator[Element]:
     )
 
 
-def _notes(notes: Sequence[Condition | Copied | Fallback]) -> Iterator[Element]:
+def _notes(notes: Sequence[Note]) -> Iterator[Element]:
     """Notes that say the same of several storages are told once, the others folded."""
     for alike in folding.alike(notes, lambda note: folding.anonymous(_split(note)[0])):
         first, *others = alike
         yield e("li", _note(first), _others(others), data_find=True)
 
 
-def _others(others: Sequence[Condition | Copied | Fallback]) -> Element | None:
+def _others(others: Sequence[Note]) -> Element | None:
     if not others:
         return None
     listed = e("ul", [e("li", _note(note)) for note in others])
@@ -93,15 +103,16 @@ def _others(others: Sequence[Condition | Copied | Fallback]) -> Element | None:
     return e("details", summary, listed, class_="fold")
 
 
-def _note(note: Condition | Copied | Fallback) -> Child:
+def _note(note: Note) -> Child:
     source = None if note.location is None else e("span", str(note.location), class_="source")
     if isinstance(note, Condition):
         what, root = _split(note)
-        return [code(what), " ", code(root, class_="root"), source]
+        said = e("span", _plain(what)) if "`" in what else code(what)
+        return [said, " ", code(root, class_="root"), source]
     return [e("span", _plain(str(note))), source]
 
 
-def _split(note: Condition | Copied | Fallback) -> tuple[str, str]:
+def _split(note: Note) -> tuple[str, str]:
     """What is said, and of which storage."""
     if isinstance(note, Condition):
         return note.text.removesuffix(f" (`{note.root}`)"), note.root

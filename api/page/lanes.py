@@ -97,7 +97,8 @@ def storages(plan: steps.ExecutionPlan, program: Part) -> tuple[Storage, ...]:
             walk = _Walk(port.name, shapes, touching.get(port.name, frozenset()))
             lane = walk.part(program, 0)
             results = tuple(outputs.get(port.name, ()))
-            found.append(Storage(port.name, f"{dtype}{_shape(value)}", results, lane))
+            kind = f"{dtype}{_shape(value)}" if value.pages is None else str(value.pages)
+            found.append(Storage(port.name, kind, results, lane))
     return tuple(found)
 
 

@@ -15,8 +15,13 @@ from onnx_inplace.page.sample import Sample
 _PARTS = (
     ("caches", "caches", "Lent by the caller and written in place: an update adds nothing."),
     ("values", "values", "Buffers of the arena, results, and what passes between steps."),
-    ("workspace", "workspace", "Temporary bytes of the step that needs most."),
-    ("pages", "new pages", "Pages of paged caches that a run adds."),
+    ("workspace", "workspace", "Temporary bytes at the peak, of kernels and of onnxruntime."),
+    ("pages", "new pages", "The most that a run adds to paged caches."),
+)
+_SUMS = (
+    ("peak", "peak", "What running takes: the sum of these."),
+    ("weights", "weights", "Of the model, and copies of them in another form."),
+    ("total", "total", "Peak and weights."),
 )
 
 
@@ -47,17 +52,17 @@ def _sizes(plan: steps.ExecutionPlan, given: Sample | None) -> Iterator[Element]
 
 def _table(formulas: Memory, numbers: Memory | None) -> Element:
     body = []
-    for name, title, note in (*_PARTS, ("peak", "peak", "The sum of these.")):
+    for name, title, note in (*_PARTS, *_SUMS):
         size = None if numbers is None else int(getattr(numbers, name))
         body.append(
             e(
                 "tr",
                 e("th", e("i", class_=f"key {name}"), title, scope="row"),
-                e("td", code(amounts.formula(getattr(formulas, name)))),
+                e("td", code(_formula(formulas, name))),
                 None if size is None else e("td", f"{size:,}", class_="number", id=f"bytes-{name}"),
                 None if size is None else e("td", amounts.short(size), class_="number short"),
                 e("td", note, class_="note"),
-                class_="sum" if name == "peak" else None,
+                class_="sum" if name in ("peak", "total") else None,
             )
         )
     head = e(
@@ -67,14 +72,25 @@ def _table(formulas: Memory, numbers: Memory | None) -> Element:
         None if numbers is None else e("th", "Bytes", scope="col", class_="number", colspan="2"),
         e("th", "What it is", scope="col"),
     )
-    unknown = formulas.unknown
-    foot = None
-    if unknown:
-        names = [e("li", code(name)) for name in unknown]
-        foot = e("div", e("p", "Not counted, because data decides their size:"), e("ul", names))
-        foot.set("class", "unknown")
+    feet = [
+        e("div", e("p", text), e("ul", [e("li", code(name)) for name in names]), class_="unknown")
+        for text, names in (
+            ("Not counted, because data decides their size:", formulas.unknown),
+            ("Estimated, because their kernels may take more:", formulas.estimates),
+        )
+        if names
+    ]
     table = e("table", e("caption", "What a run needs at most"), e("thead", head), e("tbody", body))
-    return e("div", e("div", table, class_="scroll", tabindex="0"), foot)
+    return e("div", e("div", table, class_="scroll", tabindex="0"), feet)
+
+
+_LONG = 80  # characters of a sum that says more than the names of its parts
+_ADDED = {"peak": "caches + values + workspace + new pages", "total": "peak + weights"}
+
+
+def _formula(formulas: Memory, name: str) -> str:
+    text = amounts.formula(getattr(formulas, name))
+    return text if len(text) < _LONG else _ADDED.get(name, text)
 
 
 def _proportion(numbers: Memory) -> Element:
