@@ -12,7 +12,7 @@ from typing import Protocol
 
 import onnx_ir as ir
 
-from onnx_inplace.compiler import sizes
+from onnx_inplace.compiler import control, sizes
 from onnx_inplace.compiler.sizes import Partial, Size
 
 
@@ -252,6 +252,30 @@ def _convolution(node: ir.Node, known: Known) -> Sequence[Partial | None]:
     return (tuple(after),)
 
 
+def _scan(node: ir.Node, known: Known) -> Sequence[Partial | None]:
+    """What is stacked: one element a round, as many rounds as the sequences have elements."""
+    ports = control.ports(node)
+    lengths = []
+    for k, (whole, _) in enumerate(ports.scanned):
+        shape, axis = known.partial(whole), _scan_axis(node, "input", k)
+        lengths.append(None if shape is None else shape[axis])
+    length = next((size for size in lengths if size is not None), None)
+    found: list[Partial | None] = [None] * len(ports.carried)
+    for k, (element, _) in enumerate(ports.stacked):
+        shape = known.partial(element)
+        if shape is None:
+            found.append(None)
+            continue
+        axis = _scan_axis(node, "output", k) % (len(shape) + 1)
+        found.append((*shape[:axis], length, *shape[axis:]))
+    return found
+
+
+def _scan_axis(node: ir.Node, what: str, k: int) -> int:
+    axes = node.attributes.get(f"scan_{what}_axes")
+    return 0 if axes is None else axes.as_ints()[k]
+
+
 def _range(node: ir.Node, known: Known) -> Sequence[Partial | None]:
     """From a number to one that is so much larger, in steps of one."""
     start, end, step = node.inputs
@@ -282,91 +306,24 @@ def _slice(node: ir.Node, known: Known) -> Sequence[Partial | None]:
 
 
 _SAME = (
-    "Identity",
-    "Cast",
-    "CastLike",
-    "Abs",
-    "Neg",
-    "Relu",
-    "Sigmoid",
-    "Tanh",
-    "Exp",
-    "Log",
-    "Sqrt",
-    "Erf",
-    "Gelu",
-    "Sin",
-    "Cos",
-    "Floor",
-    "Ceil",
-    "Round",
-    "Clip",
-    "Not",
-    "Sign",
-    "Reciprocal",
-    "Softplus",
-    "Elu",
-    "LeakyRelu",
-    "HardSigmoid",
-    "HardSwish",
-    "Swish",
-    "Mish",
-    "Softmax",
-    "LogSoftmax",
-    "LayerNormalization",
-    "RMSNormalization",
-    "RotaryEmbedding",
-    "CumSum",
-    "Trilu",
-    "Dropout",
-    "IsNaN",
-    "IsInf",
+    *("Identity", "Cast", "CastLike", "Abs", "Neg", "Relu", "Sigmoid", "Tanh", "Exp", "Log"),
+    *("Sqrt", "Erf", "Gelu", "Sin", "Cos", "Floor", "Ceil", "Round", "Clip", "Not", "Sign"),
+    *("Reciprocal", "Softplus", "Elu", "LeakyRelu", "HardSigmoid", "HardSwish", "Swish", "Mish"),
+    *("Softmax", "LogSoftmax", "LayerNormalization", "RMSNormalization", "RotaryEmbedding"),
+    *("CumSum", "Trilu", "Dropout", "IsNaN", "IsInf"),
 )
 _BROADCAST = (
-    "Add",
-    "Sub",
-    "Mul",
-    "Div",
-    "Pow",
-    "Mod",
-    "Min",
-    "Max",
-    "Sum",
-    "Mean",
-    "And",
-    "Or",
-    "Xor",
-    "Equal",
-    "Less",
-    "LessOrEqual",
-    "Greater",
-    "GreaterOrEqual",
-    "Where",
-    "PRelu",
-    "BitwiseAnd",
-    "BitwiseOr",
-    "BitwiseXor",
+    *("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max", "Sum", "Mean", "And", "Or", "Xor"),
+    *("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Where", "PRelu"),
+    *("BitwiseAnd", "BitwiseOr", "BitwiseXor"),
 )
 _REDUCE = (
-    "ReduceSum",
-    "ReduceMean",
-    "ReduceMax",
-    "ReduceMin",
-    "ReduceProd",
-    "ReduceSumSquare",
-    "ReduceL1",
-    "ReduceL2",
-    "ReduceLogSum",
-    "ReduceLogSumExp",
+    *("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSumSquare"),
+    *("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp"),
 )
 _MICROSOFT_SAME = (
-    "RotaryEmbedding",
-    "Gelu",
-    "FastGelu",
-    "QuickGelu",
-    "BiasGelu",
-    "SkipLayerNormalization",
-    "SkipSimplifiedLayerNormalization",
+    *("RotaryEmbedding", "Gelu", "FastGelu", "QuickGelu", "BiasGelu", "SkipLayerNormalization"),
+    *("SkipSimplifiedLayerNormalization",),
 )
 
 _RULES: dict[tuple[str, str], Rule] = {
@@ -391,5 +348,6 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("", "Gather"): _gather,
     ("", "Attention"): _attention,
     ("", "Range"): _range,
+    ("", "Scan"): _scan,
     ("", "Conv"): _convolution,
 }

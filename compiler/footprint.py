@@ -13,6 +13,7 @@ import onnx_ir as ir
 from onnx_inplace.compiler import (
     conditions,
     integrity,
+    lifetimes,
     loader,
     resident,
     sizes,
@@ -148,7 +149,7 @@ class _Collector:
             slot
             for step in block.steps
             if isinstance(step, Branch | Repeat | ScanStep)
-            for slot in step.outputs
+            for slot in lifetimes.fills(step)
         }
         buffers, passing = [], []
         for slot, (first, last) in block.lifetimes.items():
@@ -156,7 +157,7 @@ class _Collector:
             if storage is Storage.BUFFER:
                 buffers.append(Item(slot, self.bytes(self.of_slot[slot]), (first, last)))
             elif storage is Storage.FRESH:
-                # what a block hands on is counted in the block until the step ends
+                # what a block hands on, or a loop stacks, is counted there until the step ends
                 first = first + 1 if slot in handed_on else first
                 if first <= last:
                     passing.append(Item(slot, self.bytes(self.of_slot[slot]), (first, last)))
@@ -173,7 +174,7 @@ class _Collector:
                 kept = {self.of_slot[port.slot] for port in step.outputs}
                 return Use(self.simulation.workspace(nodes, kept))
             case Branch():
-                return Use((), 0, (self.block(step.then), self.block(step.otherwise)))
+                return Use((), 0, 0, (self.block(step.then), self.block(step.otherwise)))
             case Repeat():
                 return self.rounds(step, [*step.carried, step.number, step.going])
             case ScanStep():
@@ -194,11 +195,18 @@ class _Collector:
         return found or ()
 
     def rounds(self, step: Repeat | ScanStep, held: Sequence[int]) -> Use:
-        collected: Size = 0  # one array a round, until they are put together
-        for whole in step.stacked:
-            collected = sizes.operation("+", collected, self.bytes(self.of_slot[whole.slot]))
+        """Elements are collected, one array a round; in the end they are put together."""
+        collected: Size = 0
+        joined: Size = 0
+        elements = step.body.outputs[len(step.body.outputs) - len(step.stacked) :]
+        for whole, slot in zip(step.stacked, elements, strict=True):
+            size = self.bytes(self.of_slot[whole.slot])
+            joined = sizes.total((joined, size, size))
+            if size != 0:  # the last element is counted in the body
+                element = self.bytes(self.of_slot[slot])
+                collected = sizes.total((collected, sizes.operation("-", size, element)))
         fresh = [slot for slot in held if self.values[slot].storage is Storage.FRESH]
-        return Use((), collected, (self.block(step.body, fresh),))
+        return Use((), collected, joined, (self.block(step.body, fresh),))
 
     # -- what must fit
 

@@ -123,12 +123,14 @@ class Use:
     Attributes:
         workspace: what it has allocated at different times; which needs most depends on the
             dimensions.
-        collected: elements that it collects.
+        collected: elements that it has collected when its last round begins.
+        joined: elements, and what is put together of them, when the last round is done.
         blocks: that it executes.
     """
 
     workspace: tuple[Allocations, ...] = ()
     collected: Size = 0
+    joined: Size = 0
     blocks: tuple[BlockUse, ...] = ()
 
     def most(self, dims: Mapping[str, int]) -> int:
@@ -296,9 +298,10 @@ def _most(block: BlockUse, dims: Mapping[str, int]) -> tuple[int, int]:
     most = alive.copy()
     for index, use in enumerate(block.steps):
         inner = [_most(inner, dims) for inner in use.blocks]
-        collected = sizes.evaluate(use.collected, dims)
-        alive[index] += collected + max((values for values, _ in inner), default=0)
-        most[index] += collected + max((*(m for _, m in inner), use.most(dims)))
+        collected, joined = (sizes.evaluate(s, dims) for s in (use.collected, use.joined))
+        rounds = max((values for values, _ in inner), default=0)
+        alive[index] += max(collected + rounds, joined)
+        most[index] += max((*(collected + m for _, m in inner), use.most(dims), joined))
     return max(alive), max(*alive, *most)
 
 
@@ -313,6 +316,8 @@ def _alive_formulas(block: BlockUse) -> list[Size]:
         inner = [s for b in use.blocks for s in _alive_formulas(b)]
         for more in inner or [0]:
             found[sizes.total((size, use.collected, more))] = None
+        if use.joined != 0:
+            found[sizes.total((size, use.joined))] = None
     return list(found)
 
 

@@ -61,9 +61,10 @@ def _block(
             for step in range(max(item.life[0], 0), item.life[1] + 1):
                 total[step] += size
     for index, use in enumerate(block.steps):
+        joined = alive[index] + sizes.evaluate(use.joined, dims)
         alive[index] += sizes.evaluate(use.collected, dims)
-        needed = use.most(machine(dims))
-        yield Moment(numbers[id(block)], index, held[index], alive[index], needed)
+        passing, needed = max(alive[index], joined), use.most(machine(dims))
+        yield Moment(numbers[id(block)], index, held[index], passing, needed)
         for inner in use.blocks:
             yield from _block(inner, dims, numbers, held[index], alive[index])
     yield Moment(numbers[id(block)], ends - 1, held[-1], alive[-1], 0)

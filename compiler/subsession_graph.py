@@ -130,13 +130,25 @@ def _fused(operations: list[Operation]) -> list[Operation]:
             continue
         others = [t for t in follower.inputs if t is not operation.outputs[0]]
         follower.inputs = list(dict.fromkeys([*operation.inputs, *others]))
-        follower.op_type = "QuickGelu" if operation.op_type == "Sigmoid" else "MatMul"
+        follower.op_type = _becomes(operation, follower)
         follower.index = len(operations) + len(gone)
         gone.add(operation)
         for tensor in operation.inputs:
             without = [r for r in readers[tensor] if r is not operation and r is not follower]
             readers[tensor] = [*without, follower]
     return [operation for operation in operations if operation not in gone]
+
+
+def _becomes(operation: Operation, follower: Operation) -> str:
+    if operation.op_type == "Sigmoid":
+        return "QuickGelu"
+    bias = operation.op_type == "MatMul" and follower.op_type == "Add"
+    flat_bias = bias and _rank(follower.outputs[0]) == 2
+    return "Gemm" if flat_bias or operation.op_type == "Gemm" else "MatMul"
+
+
+def _rank(tensor: Tensor) -> int:
+    return -1 if tensor.shape is None else len(tensor.shape) - 1
 
 
 def _only_reader(operation: Operation, readers: dict[Tensor, list[Operation]]) -> Operation | None:
@@ -151,8 +163,13 @@ def _is_pair(operation: Operation, follower: Operation) -> bool:
     match operation.op_type, follower.op_type:
         case "Sigmoid", "Mul":  # x * sigmoid(x)
             return others == operation.inputs
-        case "MatMul", "Add":  # a bias
-            return len(others) == 1 and others[0].constant and operation.inputs[-1].constant
+        case "MatMul", "Add":  # a bias: of matrices any value of the result's shape
+            if len(others) != 1:
+                return False
+            same = _rank(follower.outputs[0]) == 2 and others[0].shape == follower.outputs[0].shape
+            return same or (others[0].constant and operation.inputs[-1].constant)
+        case "Gemm", "Relu" | "Sigmoid" | "Tanh":
+            return True
         case "MatMul", "Mul" | "Div":  # a scale
             return len(others) == 1 and others[0].constant and _has_scalar(follower.node)
         case "Transpose", "MatMul":

@@ -1,9 +1,9 @@
 """Measures what a model takes when it runs, part by part, in processes of their own.
 
-    python tests/peaks.py HOW MODEL.onnx THREADS FEEDS.npz [DIMENSION=SIZE ...]
+    python tests/peaks.py HOW JOBS.json
 
-prints one JSON document with what one way of measuring sees; ``measure`` starts the processes and
-puts the parts together. HOW is one of
+prints one JSON document with what one way of measuring sees of each job; ``measure`` starts the
+processes and puts the parts together. HOW is one of
 
     allocations  what malloc hands out, counted by ``allocations.c``; onnxruntime's arena is taken
                  away, so that every allocation of it is one of malloc
@@ -18,7 +18,7 @@ import json
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class Peaks:
         run: peak of what malloc handed out from making the caches to the last run.
         library: peak of what onnxruntime had during a run whose buffers were prepared.
         traced: peak of what numpy was asked for from making the caches to the last run.
-        resident: growth of resident memory in the same time; what earlier runs left is in it.
+        resident: growth of resident memory in the same time, onnxruntime's arena included.
         stated: what the plan says of ``run``, caches included.
         stated_values: what it says of values.
         inside: what it says of ``library``.
@@ -65,16 +65,35 @@ class Peaks:
     packed: int
 
 
-def measure(
-    model: Path, feeds: Mapping[str, np.ndarray], folder: Path, threads: int = 1, **dims: int
-) -> Peaks:
-    """Run ``model`` with ``feeds``; ``dims`` are the sizes of all dimensions."""
-    np.savez(folder / "feeds.npz", **feeds)
-    given = [f"{name}={size}" for name, size in dims.items()]
-    found: dict[str, int] = {}
-    for how in WAYS:
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A model, arrays by name of the input, sizes of all dimensions.
+
+    ``warm``: the same with small sizes, to run before resident memory is looked at.
+    """
+
+    model: Path
+    feeds: Mapping[str, np.ndarray]
+    dims: Mapping[str, int]
+    threads: int = 1
+    warm: tuple[Mapping[str, np.ndarray], Mapping[str, int]] | None = None
+
+
+def measure(jobs: Mapping[str, Job], folder: Path, ways: Collection[str] = ()) -> dict[str, Peaks]:
+    """Run each job by its name; ``ways``: only these, other numbers are 0."""
+    written = {}
+    for number, (name, job) in enumerate(jobs.items()):
+        runs = []
+        for k, (feeds, dims) in enumerate(((job.feeds, job.dims), job.warm or ({}, {}))):
+            np.savez(folder / f"feeds{number}.{k}.npz", **feeds)
+            runs.append([f"feeds{number}.{k}.npz", dict(dims)])
+        written[name] = [str(job.model), job.threads, *runs]
+    (folder / "jobs.json").write_text(json.dumps(written))
+    zeros = dict.fromkeys((field.name for field in dataclasses.fields(Peaks)), 0)
+    found = {name: dict(zeros) for name in jobs}
+    for how in ways or WAYS:
         done = subprocess.run(
-            [sys.executable, __file__, how, str(model), str(threads), "feeds.npz", *given],
+            [sys.executable, __file__, how, "jobs.json"],
             env=allocations.environment(folder) if how == "allocations" else None,
             cwd=folder,
             capture_output=True,
@@ -83,8 +102,9 @@ def measure(
         )
         if done.returncode:
             raise AssertionError(done.stderr)
-        found |= json.loads(done.stdout.splitlines()[-1])
-    return Peaks(**found)
+        for name, numbers in json.loads(done.stdout.splitlines()[-1]).items():
+            found[name] |= numbers
+    return {name: Peaks(**numbers) for name, numbers in found.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +114,7 @@ class Subject:
     session: Session
     feeds: Mapping[str, Any]
     dims: Mapping[str, int]
+    warm: tuple[Mapping[str, Any], Mapping[str, int]]
 
     def run(self, before_last: Callable[[], None] = lambda: None) -> None:
         """Make caches, written, so that their memory is there; bind them and run."""
@@ -129,7 +150,6 @@ def take_the_arena_away() -> None:
 
 def count_allocations(load: Callable[[], Subject]) -> dict[str, int]:
     """Of malloc; and what the plan says."""
-    take_the_arena_away()
     load()  # compiles kernels
     _quiet()
     before = allocations.read()
@@ -177,6 +197,8 @@ def see_resident(load: Callable[[], Subject]) -> dict[str, int]:
     if not meter.AVAILABLE:
         return {"resident": 0}
     subject = load()
+    if subject.warm[0]:
+        dataclasses.replace(subject, feeds=subject.warm[0], dims=subject.warm[1]).run()
     _quiet()
     meter.restart()
     before = meter.peak()
@@ -204,11 +226,20 @@ def inside(block: Block, use: BlockUse, given: Mapping[str, int]) -> int:
     return most
 
 
-def main(how: str, model: str, threads: str, feeds: str, *given: str) -> None:
+def main(how: str, jobs: str) -> None:
     """Measure in this process."""
-    arrays = dict(np.load(feeds))
-    dims = {name: int(size) for name, size in (item.split("=") for item in given)}
-    found = WAYS[how](lambda: Subject(Session(model, threads=int(threads)), arrays, dims))
+    found = {}
+    if how == "allocations":
+        take_the_arena_away()
+    for name, (model, threads, *runs) in json.loads(Path(jobs).read_text()).items():
+        (feeds, dims), warm = ((dict(np.load(path)), sizes_) for path, sizes_ in runs)
+
+        def load(
+            model: str = model, given: Any = (feeds, dims, warm), threads: int = threads
+        ) -> Any:
+            return Subject(Session(model, threads=threads), *given)
+
+        found[name] = WAYS[how](load)
     print(json.dumps(found))
 
 

@@ -80,6 +80,25 @@ def test_evaluation_does_not_overflow() -> None:
     assert sizes.evaluate(sizes.product(["n", "m", 8]), big) == 2**83
 
 
+@given(terms, terms)
+@settings(max_examples=300, deadline=None)
+def test_what_covers_is_never_less(one: Any, other: Any) -> None:
+    (larger, a), (smaller, b) = build(one), build(other)
+    if sizes.covers(larger, smaller):
+        assert a >= b
+    assert sizes.evaluate(sizes.total((larger, smaller)), NAMES) == a + b
+    for operator, choose in (("min", min), ("max", max)):
+        assert sizes.evaluate(sizes.operation(operator, larger, smaller), NAMES) == choose(a, b)
+
+
+@given(terms)
+@settings(max_examples=100, deadline=None)
+def test_numbers_for_some_names_leave_the_same_number(term: Any) -> None:
+    size, number = build(term)
+    assert sizes.evaluate(sizes.partly(size, {"n": NAMES["n"]}), NAMES) == number
+    assert sizes.partly(size, NAMES) == number
+
+
 def extents(text: str) -> tuple[Extents, dict[str, ir.Value]]:
     proto = onnx.parser.parse_model('<ir_version: 10, opset_import: ["": 23]>\n' + text)
     model = ir.serde.deserialize_model(onnx.shape_inference.infer_shapes(proto, data_prop=True))
@@ -122,6 +141,58 @@ def test_a_size_is_followed_behind_a_reshape(steps: str, shape: str) -> None:
     }}"""
     )
     assert str(found.partial(values["y"])) == shape
+
+
+def test_a_range_is_as_long_as_its_end_is_away() -> None:
+    found, values = extents(
+        """g (int64[1, n] x, int64 p) => (int64[a] y) {
+        one = Constant <value_int: int = 1> ()
+        two = Constant <value_int: int = 2> ()
+        s = Shape <start = 1, end = 2> (x)
+        axes = Constant <value_ints: ints = [0]> ()
+        n1 = Squeeze (s, axes)
+        end = Add (p, n1)
+        y = Range (p, end, one)
+        before = Range (end, p, one)
+        wide = Range (p, end, two)
+        from_data = Range (p, p, one)
+        other = Range (one, p, one)
+    }"""
+    )
+    assert found.partial(values["y"]) == ("n",) and found.partial(values["from_data"]) == (0,)
+    for name in ("before", "wide", "other"):
+        assert found.size(values[name], 0) is None
+
+
+@pytest.mark.parametrize(
+    "attributes", ["pads = [2, 1], strides = [3]", "dilations = [2]", "strides = [2]", ""]
+)
+def test_a_convolution_is_as_long_as_onnxruntime_makes_it(attributes: str) -> None:
+    text = f"""g (float[1, 2, n] x, float[5, 2, 3] w) => (float y_out) {{
+        y = Conv{f" <{attributes}>" if attributes else ""} (x, w)
+        y_out = Identity (y)
+    }}"""
+    found, values = extents(text)
+    proto = onnx.parser.parse_model('<ir_version: 10, opset_import: ["": 23]>\n' + text)
+    stock = onnxruntime.InferenceSession(proto.SerializeToString())
+    for n in (5, 6, 7, 8, 20):
+        feeds = {"x": np.zeros((1, 2, n), np.float32), "w": np.zeros((5, 2, 3), np.float32)}
+        [y] = stock.run(None, feeds)
+        shape = found.shape(values["y"])
+        assert shape is not None and sizes.numbers(shape, {"n": n}) == y.shape
+
+
+def test_what_a_scan_stacks_has_one_element_a_round() -> None:
+    found, values = extents(
+        """g (float[3] h, float[4, t] xs) => (float[3] last, float[a, b] ys) {
+        last, ys = Scan <num_scan_inputs = 1, scan_input_axes = [1], scan_output_axes = [1],
+            body = inner (float[3] s, float[4] x) => (float[3] s_out, float[3] y) {
+                s_out = Identity (s)
+                y = Exp (s)
+            }> (h, xs)
+    }"""
+    )
+    assert found.partial(values["ys"]) == (3, "t")
 
 
 def test_what_depends_on_data_is_not_known() -> None:
