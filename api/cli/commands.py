@@ -17,8 +17,9 @@ from rich.markdown import Markdown
 
 import onnx_inplace
 from onnx_inplace import compiler, page
-from onnx_inplace.cli import adopted, doctor, planned, report, show, values
+from onnx_inplace.cli import adopted, doctor, page_list, planned, report, show, values
 from onnx_inplace.compiler import declarations, errors, loader, recovery, schema
+from onnx_inplace.page import page_facts, page_map
 
 app = typer.Typer(
     name="onnx-inplace",
@@ -234,6 +235,34 @@ def plan_(
         print(f"{html}: ok")
     else:
         planned.render(plan, str(model), sizes, threads)
+
+
+@app.command()
+@report.reported
+def pages(
+    state: Annotated[Path, typer.Argument(metavar="FILE", help="A saved paged cache.")],
+    error: Annotated[
+        Path | None,
+        typer.Option("--error", metavar="FILE", help="The same caches in floats, to compare."),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a page for a browser instead."),
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Print the pages of a saved state: format, tokens, owners, bytes, and what they have lost."""
+    if html is not None and not html.absolute().parent.is_dir():
+        raise typer.BadParameter(f"{html} is in no folder that exists", param_hint="--html")
+    caches = page_facts.read(state, error)
+    if html is not None:
+        html.write_text(page_map.render(caches, str(state)), encoding="utf-8")
+    if json_:
+        report.print_json({"ok": True, "problems": [], "caches": page_list.to_json(caches)})
+    elif html is not None:
+        print(f"{html}: ok")
+    else:
+        page_list.render(caches, str(state))
 
 
 @app.command()

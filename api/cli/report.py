@@ -79,6 +79,8 @@ def problems(error: Exception, path: str) -> list[Problem]:
         return [_finding(finding, path) for finding in error.findings]
     if isinstance(error, errors.ModelFileError):
         return [_problem(error.path, None, "error", "no model", error.reason)]
+    if isinstance(error, errors.SavedStateError):
+        return [_problem(error.path, None, "error", "no saved state", error.reason)]
     if isinstance(error, UserCodeError):
         return [_problem(_relative(error.file), error.line, "error", "failed", str(error))]
     if isinstance(error, OSError) and error.strerror:
