@@ -18,13 +18,13 @@ from numba import carray, njit
 from onnx_inplace.numba_kernels import pages_encode
 from onnx_inplace.numba_kernels.floats import floats, int32_at, int64_at, uint8_at
 from onnx_inplace.numba_kernels.memory import copy, on_demand
+from onnx_inplace.numba_kernels.pages_lanes import rotate
 from onnx_inplace.numba_kernels.pages_layout import INTEGER, ITEM, WORDS, read_half, read_page
 from onnx_inplace.numba_kernels.pages_numbers import (
     clean,
     half_at,
     limit,
     narrow_row,
-    rotate,
     set_half,
     widen_row,
 )

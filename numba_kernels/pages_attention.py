@@ -24,8 +24,8 @@ from onnx_inplace.numba_kernels.floats import (
     widen,
 )
 from onnx_inplace.numba_kernels.memory import call, copy, fetch_add, kernel
+from onnx_inplace.numba_kernels.pages_lanes import rotate
 from onnx_inplace.numba_kernels.pages_layout import read_half
-from onnx_inplace.numba_kernels.pages_numbers import rotate
 
 HEADER = 64  # bytes: a counter of items, the number of splits
 LOG2_E = np.float32(1.4426950408889634)

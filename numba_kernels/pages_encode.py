@@ -12,15 +12,14 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray, njit
 
-from onnx_inplace.numba_kernels.floats import float32_at, floats, uint8_at
+from onnx_inplace.numba_kernels.floats import FLOAT16, float32_at, floats, uint8_at, widen
 from onnx_inplace.numba_kernels.pages_codes import pack, unpack
+from onnx_inplace.numba_kernels.pages_lanes import SPACE as SEARCH
+from onnx_inplace.numba_kernels.pages_lanes import search
 from onnx_inplace.numba_kernels.pages_layout import BY_TOKEN
 from onnx_inplace.numba_kernels.pages_numbers import half_at, limited, set_half
 
 WIDENING = np.float32(0.1)  # of a new range, on a side that a later token has widened
-_CLIP = 0.05  # step of a search, in widths of the range
-_NARROW = np.float32(2.0**-24)  # a range below it is one value: its scale would be 0
-_STEPS = 5
 _ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
 
 
@@ -32,9 +31,9 @@ class Codes(NamedTuple):
     highest: np.float32
 
 
-def space_size(page_size: int, head_size: int) -> int:
-    """Bytes of workspace of :func:`encode` and :func:`decode`: a plane of codes, a line."""
-    return page_size * head_size + 4 * max(page_size, head_size)
+def space_size(tokens: int, head_size: int) -> int:
+    """Bytes of workspace of :func:`encode` and :func:`decode`: a plane of codes, scales."""
+    return tokens * head_size + max(8 * head_size, SEARCH + 64 * head_size)
 
 
 @njit
@@ -68,74 +67,18 @@ def _store(at, half, codes, d, low):
 
 
 @njit
-def _error(x, count, low, step, highest):
-    """Squared error of the codes of a range, and sums over x * code, code, code * code."""
-    inverse = _ONE / step
-    error = products = total = squares = _ZERO
-    for i in range(count):
-        q = min(max(np.rint((x[i] - low) * inverse), _ZERO), highest)
-        difference = x[i] - (q * step + low)
-        error += difference * difference
-        products += x[i] * q
-        total += q
-        squares += q * q
-    return error, products, total, squares
-
-
-@njit
-def _search(x, count, least, most, highest):
-    """Step and begin of the range with the least squared error.
-
-    Both ends are clipped in five steps, and each range is fitted once more to its own codes.
-    """
-    width = most - least
-    best_step, best_low, best = _ZERO, least, np.float32(np.inf)
-    if width < _NARROW:
-        return best_step, best_low
-    numbers, sums = np.float32(count), _ZERO
-    for i in range(count):
-        sums += x[i]
-    for a in range(_STEPS):
-        for b in range(_STEPS):
-            low = least + width * np.float32(a * _CLIP)
-            step = ((most - width * np.float32(b * _CLIP)) - low) / highest
-            error, products, total, squares = _error(x, count, low, step, highest)
-            if error < best:
-                best, best_step, best_low = error, step, low
-            spread = numbers * squares - total * total
-            if spread <= 0:
-                continue
-            step = (numbers * products - sums * total) / spread
-            if step <= 0:
-                continue
-            low = (sums - step * total) / numbers
-            error, _, _, _ = _error(x, count, low, step, highest)
-            if error < best:
-                best, best_step, best_low = error, step, low
-    return best_step, best_low
-
-
-@njit
-def _fit(at, half, codes, line, count):
-    """Choose and store the scale of ``count`` numbers; scale and midpoint."""
-    x = floats(line, count)
-    least = most = x[0]
-    for i in range(1, count):
-        least, most = min(least, x[i]), max(most, x[i])
-    if half.midpoint == 0:
-        return _store(
-            at, half, codes, max(abs(least), abs(most)) / (codes.highest - codes.center), least
-        )
-    if half.searched:
-        d, low = _search(x, count, least, most, codes.highest)
-        return _store(at, half, codes, d, low)
-    return _store(at, half, codes, (most - least) / codes.highest, least)
-
-
-@njit
 def _middle(at, half):
     """The midpoint beside the scale at ``at``."""
     return half_at(at + half.midpoint) if half.midpoint else _ZERO
+
+
+@njit
+def _store_range(at, half, codes, least, most):
+    """Choose and store the scale of numbers from ``least`` to ``most``; scale and midpoint."""
+    if half.midpoint == 0:
+        largest = max(abs(least), abs(most))
+        return _store(at, half, codes, largest / (codes.highest - codes.center), least)
+    return _store(at, half, codes, (most - least) / codes.highest, least)
 
 
 @njit
@@ -151,70 +94,128 @@ def _widen(at, half, codes, least, most):
     if most > high:
         new_high += margin
     new_low, new_high = limited(new_low), limited(new_high)
-    if half.midpoint == 0:
-        largest = max(abs(new_low), abs(new_high))
-        return _store(at, half, codes, largest / (codes.highest - codes.center), new_low)
-    return _store(at, half, codes, (new_high - new_low) / codes.highest, new_low)
+    return _store_range(at, half, codes, new_low, new_high)
 
 
 @njit
-def _by_token(half, region, size, rows, first, count, plane):
+def _search_tokens(half, codes, region, size, rows, first, count, space):
+    """Choose and store the scales of tokens, 16 at once."""
+    lanes, block = space, space + SEARCH
+    steps, lows = floats(lanes, 16), floats(lanes + 64, 16)
+    for begin in range(0, size, half.group):
+        length = min(half.group, size - begin)
+        for t in range(0, count, 16):
+            columns = carray(float32_at(block), (length, 16))
+            for lane in range(16):
+                x = floats(rows + (min(t + lane, count - 1) * size + begin) * 4, length)
+                for i in range(length):
+                    columns[i, lane] = x[i]
+            search(block, 64, length, codes.highest, lanes)
+            for lane in range(min(16, count - t)):
+                at = region + begin // half.group * half.step + 2 * (first + t + lane)
+                _store(at, half, codes, steps[lane], lows[lane])
+
+
+@njit
+def _by_token(half, region, size, rows, first, count, plane, space):
     """A group of a token depends on nothing else."""
     codes = _codes(half)
+    if half.searched:
+        _search_tokens(half, codes, region, size, rows, first, count, space)
     for j in range(count):
         for begin in range(0, size, half.group):
             length = min(half.group, size - begin)
-            line = rows + (j * size + begin) * 4
+            x = floats(rows + (j * size + begin) * 4, length)
             at = region + begin // half.group * half.step + 2 * (first + j)
-            d, middle = _fit(at, half, codes, line, length)
+            if half.searched:
+                d, middle = half_at(at), _middle(at, half)
+            else:
+                least = most = x[0]
+                for i in range(length):
+                    least, most = min(least, x[i]), max(most, x[i])
+                d, middle = _store_range(at, half, codes, least, most)
             inverse = _inverse(d)
-            x, to = floats(line, length), carray(uint8_at(plane + j * size + begin), (length,))
+            to = carray(uint8_at(plane + j * size + begin), (length,))
             for i in range(length):
                 to[i] = np.uint8(_code(x[i], inverse, middle, codes))
 
 
 @njit
-def _by_channel(which, half, region, size, rows, first, count, valid, plane, line):
+def _fit_channels(half, codes, scales, size, rows, count, space):
+    """Choose and store the scales of channels afresh."""
+    if half.searched:
+        steps, lows = floats(space, 16), floats(space + 64, 16)
+        for c in range(0, size, 16):
+            search(rows + 4 * c, 4 * size, count, codes.highest, space)
+            for i in range(16):
+                _store(scales + 2 * (c + i), half, codes, steps[i], lows[i])
+        return
+    least, most, first = floats(space, size), floats(space + 4 * size, size), floats(rows, size)
+    for c in range(size):
+        least[c] = most[c] = first[c]
+    for j in range(1, count):
+        x = floats(rows + j * size * 4, size)
+        for c in range(size):
+            least[c], most[c] = min(least[c], x[c]), max(most[c], x[c])
+    for c in range(size):
+        _store_range(scales + 2 * c, half, codes, least[c], most[c])
+
+
+@njit
+def _widen_channels(half, codes, scales, size, rows, first, count, tokens, plane):
+    """Widen the range of channels that new values leave, and code their old values again.
+
+    ``plane``: codes of ``tokens``, of which ``first .. first + count`` are to be written.
+    """
+    values = carray(float32_at(rows), (count, size))
+    table = carray(uint8_at(plane), (tokens, size))
+    for c in range(size):
+        at = scales + 2 * c
+        old_d, old_middle = half_at(at), _middle(at, half)
+        reach = old_d * (codes.highest - codes.center + np.float32(0.5))
+        least = most = values[0, c]
+        fits = True
+        for j in range(count):
+            least, most = min(least, values[j, c]), max(most, values[j, c])
+            fits &= abs(values[j, c] - old_middle) <= reach
+        if fits:
+            continue
+        d, middle = _widen(at, half, codes, least, most)
+        inverse = _inverse(d)
+        for t in range(tokens):
+            if t < first or t >= first + count:
+                value = (np.float32(table[t, c]) - codes.center) * old_d + old_middle
+                table[t, c] = np.uint8(_code(value, inverse, middle, codes))
+
+
+@njit
+def _by_channel(which, half, region, size, rows, first, count, valid, plane, space):
     """Tokens ``first .. first + count`` of one group; ``valid``: one past its last valid token.
 
     Valid tokens that are not written keep their codes where the range of their channel has room
     for the new values. Where it has to grow, they are decoded and coded again.
     """
     codes = _codes(half)
-    group = first // half.group
-    begin = group * half.group
-    end = max(first + count, valid)
-    kept = end - begin > count
-    tokens = end - begin
-    if kept:
+    begin = first // half.group * half.group
+    tokens = max(first + count, valid) - begin
+    scales = region + first // half.group * half.step
+    if tokens > count:
         unpack(which, region + half.codes, half.tile, half.bits, size, begin, tokens, plane)
-    x, values = floats(line, count), carray(float32_at(rows), (count, size))
-    table = carray(uint8_at(plane), (tokens, size))
+        _widen_channels(half, codes, scales, size, rows, first - begin, count, tokens, plane)
+    else:
+        _fit_channels(half, codes, scales, size, rows, count, space)
+    inverses, middles = floats(space, size), floats(space + 4 * size, size)
+    widen(space, size, scales, FLOAT16)
+    widen(space + 4 * size, size, scales + half.midpoint, FLOAT16)
     for c in range(size):
-        at = region + group * half.step + 2 * c
-        for j in range(count):
-            x[j] = values[j, c]
-        if not kept:
-            d, middle = _fit(at, half, codes, line, count)
-        else:
-            d, middle = half_at(at), _middle(at, half)
-            reach = d * (codes.highest - codes.center + np.float32(0.5))
-            least = most = x[0]
-            fits = True
-            for j in range(count):
-                least, most = min(least, x[j]), max(most, x[j])
-                fits &= abs(x[j] - middle) <= reach
-            if not fits:
-                old_d, old_middle = d, middle
-                d, middle = _widen(at, half, codes, least, most)
-                inverse = _inverse(d)
-                for t in range(tokens):
-                    if t < first - begin or t >= first - begin + count:
-                        value = (np.float32(table[t, c]) - codes.center) * old_d + old_middle
-                        table[t, c] = np.uint8(_code(value, inverse, middle, codes))
-        inverse = _inverse(d)
-        for j in range(count):
-            table[first - begin + j, c] = np.uint8(_code(x[j], inverse, middle, codes))
+        inverses[c] = _inverse(inverses[c])
+        if half.midpoint == 0:
+            middles[c] = 0
+    for j in range(count):
+        x = floats(rows + j * size * 4, size)
+        to = carray(uint8_at(plane + (first - begin + j) * size), (size,))
+        for c in range(size):
+            to[c] = np.uint8(_code(x[c], inverses[c], middles[c], codes))
     pack(which, region + half.codes, half.tile, half.bits, size, begin, tokens, plane)
 
 
@@ -227,9 +228,9 @@ def encode(which, half, region, page_size, size, rows, first, count, valid, spac
         space: ``space_size`` bytes
     """
     plane = space
-    line = plane + page_size * size
+    rest = plane + page_size * size
     if half.grouping == BY_TOKEN:
-        _by_token(half, region, size, rows, first, count, plane)
+        _by_token(half, region, size, rows, first, count, plane, rest)
         pack(which, region + half.codes, half.tile, half.bits, size, first, count, plane)
         return
     last = first + count
@@ -237,7 +238,7 @@ def encode(which, half, region, page_size, size, rows, first, count, valid, spac
         end = min((first // half.group + 1) * half.group, last)
         limit = min(valid, (first // half.group + 1) * half.group)
         now = end - first
-        _by_channel(which, half, region, size, rows, first, now, limit, plane, line)
+        _by_channel(which, half, region, size, rows, first, now, limit, plane, rest)
         rows += now * size * 4
         first = end
 
@@ -247,18 +248,30 @@ def decode(which, half, region, size, first, count, rows, space):
     """Tokens ``first .. first + count`` of a head: rows (count, size) of float32, still rotated."""
     codes = _codes(half)
     unpack(which, region + half.codes, half.tile, half.bits, size, first, count, space)
-    for j in range(count):
-        x, row = floats(rows + j * size * 4, size), carray(uint8_at(space + j * size), (size,))
-        t = first + j
-        if half.grouping == BY_TOKEN:
+    if half.grouping == BY_TOKEN:
+        for j in range(count):
             for begin in range(0, size, half.group):
-                at = region + begin // half.group * half.step + 2 * t
+                length = min(half.group, size - begin)
+                at = region + begin // half.group * half.step + 2 * (first + j)
                 d = half_at(at)
                 middle = _middle(at, half)
-                for i in range(begin, min(begin + half.group, size)):
+                x = floats(rows + (j * size + begin) * 4, length)
+                row = carray(uint8_at(space + j * size + begin), (length,))
+                for i in range(length):
                     x[i] = (np.float32(row[i]) - codes.center) * d + middle
-        else:
-            at = region + t // half.group * half.step
-            for i in range(size):
-                d, middle = half_at(at + 2 * i), _middle(at + 2 * i, half)
-                x[i] = (np.float32(row[i]) - codes.center) * d + middle
+        return
+    scales = space + count * size
+    d, middles = floats(scales, size), floats(scales + 4 * size, size)
+    group = -1
+    for j in range(count):
+        if (first + j) // half.group != group:
+            group = (first + j) // half.group
+            at = region + group * half.step
+            widen(scales, size, at, FLOAT16)
+            widen(scales + 4 * size, size, at + half.midpoint, FLOAT16)
+            if half.midpoint == 0:
+                for i in range(size):
+                    middles[i] = 0
+        x, row = floats(rows + j * size * 4, size), carray(uint8_at(space + j * size), (size,))
+        for i in range(size):
+            x[i] = (np.float32(row[i]) - codes.center) * d[i] + middles[i]

@@ -145,23 +145,6 @@ def clean(row, count):
 
 
 @njit
-def rotate(row, count, block):
-    """Multiply blocks of a row by the orthonormal Hadamard matrix, its own inverse."""
-    factor = np.float32(1 / np.sqrt(np.float64(block)))
-    for begin in range(0, count, block):
-        x = floats(row + 4 * begin, block)
-        half = 1
-        while half < block:
-            for low in range(0, block, 2 * half):
-                for i in range(low, low + half):
-                    a, b = x[i], x[i + half]
-                    x[i], x[i + half] = a + b, a - b
-            half *= 2
-        for i in range(block):
-            x[i] *= factor
-
-
-@njit
 def half_at(address):
     """The float16 at an address, as float32."""
     return float32_of_float16(np.int64(carray(uint16_at(address), (1,))[0]))
