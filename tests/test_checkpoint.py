@@ -1,7 +1,5 @@
 """Saved state: whole or refused, and nothing changes when it is refused."""
 
-from __future__ import annotations
-
 import os
 import struct
 import sys
@@ -14,8 +12,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from onnx_inplace import Session
 from onnx_inplace.compiler import errors, formats, schema
 from onnx_inplace.compiler.contract import Access
+from onnx_inplace.dsl import FLOAT, FLOAT16, Alias, Mutable, Paged, kv, model, op
 from onnx_inplace.runner import checkpoint, page_memory
 from onnx_inplace.runner.page_memory import PageMemory
 from onnx_inplace.runner.pages import PagedCache
@@ -485,3 +485,31 @@ def test_read_only_arrays_are_not_restored(path: Path) -> None:
     n.flags.writeable = False
     with pytest.raises(errors.ImmutableStorage):
         checkpoint.restore(path, {"n": n})
+
+
+def test_a_run_uses_the_state_that_was_restored_while_bound(path: Path) -> None:
+    """Case 91: set, run, reset, run, set, run."""
+
+    @model
+    def step(
+        cache: Mutable[Paged[FLOAT16[2, 2, 32, 64]]], total: Mutable[FLOAT[1]], x: FLOAT[1]
+    ) -> tuple[FLOAT16[2, 2, 32, 64], Alias["cache"], Alias["total"]]:
+        values = op.Expand(op.Cast(x, to=10), np.array([2, 2, 1, 64]))
+        updated = kv.PagedCacheUpdate(cache, 0, values, 1, quantized_type="FLOAT16")
+        return kv.PageGather(updated, 0), updated, kv.Assign(total, total + x)
+
+    saved = PagedCache(DIMS, np.float16)
+    saved.allocate_page("FLOAT32")
+    saved.write(0, np.full((2, 2, 5, 64), 3, np.float16), 0)
+    checkpoint.save(path, {"cache": saved, "total": np.array([40], np.float32)})
+    cache, total = PagedCache(DIMS, np.float16), np.zeros(1, np.float32)
+    with Session(step).bind(cache=cache, total=total) as bound:
+        for _ in range(2):
+            checkpoint.restore(path, {"cache": cache, "total": total})
+            read, *_ = bound.run(x=np.array([2], np.float32))
+            assert read[0, 0, :5, 0].tolist() == [3, 2, 3, 3, 3] and total[0] == 42
+            assert cache.page(0).quantized_type == "FLOAT32"
+            cache.clear()
+            total[:] = 0
+            read, *_ = bound.run(x=np.array([2], np.float32))
+            assert read[0, 0, :5, 0].tolist() == [0, 2, 0, 0, 0] and total[0] == 2

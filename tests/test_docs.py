@@ -10,7 +10,7 @@ import pytest
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 BLOCKS = [
     pytest.param(code, id=f"{page.stem}-{number}")
-    for page in [DOCS / "formats.md", DOCS / "kernels.md"]
+    for page in [DOCS / name for name in ("formats.md", "kernels.md", "pages.md")]
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 ]
 
