@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import onnx
 import onnx_ir as ir
 
-from onnx_inplace.compiler import control, errors, flat, integrity, weights
+from onnx_inplace.compiler import control, errors, flat, integrity, substitutes, weights
 from onnx_inplace.compiler.extents import Extents
 from onnx_inplace.compiler.steps import Port, SubSession, Weight
 
@@ -32,11 +32,12 @@ def build(
     Raises:
         errors.UnsupportedOperator: the element type of a value that enters is not known.
     """
+    opset = model.opset_imports.get("", 1)
     taken = inputs(nodes)
     initializers = [v for v in taken if v.is_initializer()]
     entering = [v for v in taken if not v.is_initializer()]
     graph = onnx.helper.make_graph(
-        [_node(node) for node in nodes],
+        [proto for node in nodes for proto in substitutes.stand_ins(node, _node(node), opset)],
         "sub_session",
         [_info(v) for v in entering],
         [_info(v) for v in wanted],
