@@ -17,6 +17,7 @@ from onnx_inplace.compiler.errors import Location
 from onnx_inplace.compiler.notes import Condition, Copied, Fallback
 from onnx_inplace.compiler.paged_types import PagedType
 from onnx_inplace.compiler.positions import Bound, Checks, Static
+from onnx_inplace.compiler.steps import WriteAfterRead
 
 _NO_CONTENT = {"Shape", "Size"}  # read what is known of a tensor, not its bytes
 _FEW = 8  # numbers that stand in a text
@@ -78,6 +79,19 @@ def fallbacks(nodes: list[ir.Node], facts: partition.Facts) -> tuple[Fallback, .
         for root in dict.fromkeys(
             facts.roots[v] for v in node.inputs if v is not None and v in facts.roots
         )
+    )
+
+
+def write_after_read(orders: Iterable[partition.Order]) -> tuple[WriteAfterRead, ...]:
+    """Reads of old versions that stand before what writes over them."""
+    return tuple(
+        WriteAfterRead(
+            conflict.root.name or "",
+            conflict.reader.outputs[0].name or "",
+            conflict.writer.outputs[0].name or "",
+        )
+        for order in orders
+        for conflict in order.conflicts
     )
 
 

@@ -50,7 +50,6 @@ from onnx_inplace.compiler.steps import (
     SubSession,
     Value,
     View,
-    WriteAfterRead,
 )
 
 
@@ -130,11 +129,7 @@ class _Planner:
                 MustAlias(v.slot, v.root) for v in values if v.root not in (None, v.name)
             ),
             inplace_reuse=frozenset(v.slot for v in values if v.storage is Storage.BUFFER),
-            write_after_read=tuple(
-                WriteAfterRead(c.root.name or "", _result(c.reader), _result(c.writer))
-                for order in self.orders
-                for c in order.conflicts
-            ),
+            write_after_read=listing.write_after_read(self.orders),
             copies=copies,
             fallbacks=listing.fallbacks(every, self.facts),
             conditions=(
@@ -398,7 +393,3 @@ class _Planner:
         ):
             return Storage.BUFFER
         return Storage.FRESH
-
-
-def _result(node: ir.Node) -> str:
-    return node.outputs[0].name or ""
