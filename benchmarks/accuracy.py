@@ -153,7 +153,10 @@ def main() -> None:
     parser.add_argument("--no-peer", action="store_true", help="without llama.cpp")
     arguments = parser.parse_args()
     chosen = [p for p in POLICIES if p.name.startswith(arguments.policy or "")]
-    print(f"Python {sys.version.split()[0]}, pages of {PAGE_SIZE} tokens, K after rotary positions")
+    print(
+        f"Python {sys.version.split()[0]}; K after rotary positions; pages of {PAGE_SIZE} tokens "
+        "where no other size is named"
+    )
     claims = []
     for text in arguments.text or TEXTS:
         tokens = read_text(text)

@@ -12,7 +12,7 @@ import numpy as np
 import page_specification
 from config import SMOLLM2_135M
 from numpy.typing import NDArray
-from policies import PAGE_SIZE, Policy
+from policies import Policy
 from teacher import Array, Attend, attend
 
 from onnx_inplace import Session
@@ -23,20 +23,20 @@ HEADS, KV_HEADS, SIZE = SMOLLM2_135M.heads, SMOLLM2_135M.kv_heads, SMOLLM2_135M.
 
 
 @functools.cache
-def layer(allowed: frozenset[PageFormat]) -> Session:
+def layer(allowed: frozenset[PageFormat], page_size: int) -> Session:
     """Appends a layer's new K and V to its cache and attends over all of it."""
-    Pages = Paged[(FLOAT[2, KV_HEADS, PAGE_SIZE, SIZE], *sorted(allowed, key=str))]
+    Pages = Paged[(FLOAT[2, KV_HEADS, page_size, SIZE], *sorted(allowed, key=str))]
 
     @model
     def step(
         cache: Mutable[Pages],
         table: INT64["blocks"],
         position: INT64[()],
-        query: FLOAT[1, HEADS, PAGE_SIZE, SIZE],
-        values: FLOAT[2, KV_HEADS, PAGE_SIZE, SIZE],
-    ) -> tuple[FLOAT[1, HEADS, PAGE_SIZE, SIZE], Alias["cache"]]:
+        query: FLOAT[1, HEADS, page_size, SIZE],
+        values: FLOAT[2, KV_HEADS, page_size, SIZE],
+    ) -> tuple[FLOAT[1, HEADS, page_size, SIZE], Alias["cache"]]:
         updated = kv.PagedCacheUpdate(cache, table, values, position)
-        output = kv.PagedAttention(query, updated, table, position + PAGE_SIZE, is_causal=1)
+        output = kv.PagedAttention(query, updated, table, position + page_size, is_causal=1)
         return output, updated
 
     return Session(step)
@@ -49,16 +49,16 @@ def formats_of(policy: Policy) -> frozenset[PageFormat]:
 
 def by_kernels(policy: Policy) -> Attend:
     """Everything as in decoding, a page of tokens a step."""
-    session = layer(formats_of(policy))
+    session, size = layer(formats_of(policy), policy.page_size), policy.page_size
 
     def attend_by_kernels(query: Array, keys: Array, values: Array) -> Array:
         cache, output = session.allocate("cache"), np.empty_like(query)
         with session.bind(cache=cache) as step:
-            for newest in range(query.shape[1] // PAGE_SIZE):
+            for newest in range(query.shape[1] // size):
                 for page in range(newest):
                     cache.convert(page, policy.format(page, newest))
                 cache.allocate_page(policy.format(newest, newest))
-                rows = slice(newest * PAGE_SIZE, (newest + 1) * PAGE_SIZE)
+                rows = slice(newest * size, (newest + 1) * size)
                 output[:, rows] = step.run(
                     table=np.arange(newest + 1),
                     position=rows.start,
@@ -72,36 +72,37 @@ def by_kernels(policy: Policy) -> Attend:
 
 def by_numpy(policy: Policy, specification: bool) -> Attend:
     """Attention over what pages decode to."""
+    size = policy.page_size
     decode = stored_by_specification if specification else stored_by_runner
 
     def attend_by_numpy(query: Array, keys: Array, values: Array) -> Array:
         x = np.stack([keys, values])
-        stages = decode(x, policy.chain)
-        first = None if policy.first is None else decode(x[:, :, :PAGE_SIZE], [policy.first])[0]
+        stages = decode(x, policy.chain, size)
+        first = None if policy.first is None else decode(x[:, :, :size], [policy.first], size)[0]
 
         def visible(newest: int) -> tuple[Array, Array]:
-            seen = np.empty_like(x[:, :, : (newest + 1) * PAGE_SIZE])
+            seen = np.empty_like(x[:, :, : (newest + 1) * size])
             for page in range(newest + 1):
-                rows = slice(page * PAGE_SIZE, (page + 1) * PAGE_SIZE)
+                rows = slice(page * size, (page + 1) * size)
                 seen[:, :, rows] = stages[policy.stage(newest - page)][:, :, rows]
             if first is not None:
-                seen[:, :, :PAGE_SIZE] = first
+                seen[:, :, :size] = first
             return seen[0], seen[1]
 
-        return attend(query, visible, PAGE_SIZE)
+        return attend(query, visible, size)
 
     return attend_by_numpy
 
 
-def stored_by_runner(x: Array, chain: list[PageFormat]) -> list[Array]:
+def stored_by_runner(x: Array, chain: list[PageFormat], page_size: int) -> list[Array]:
     """What pages of the runner decode to in each format of a chain: [2, heads, tokens, head_size].
 
     The first format of a chain is appendable: a page that is written at once is what it would be
     token by token.
     """
-    session = writer(tuple(chain))
+    session = writer(tuple(chain), page_size)
     cache = session.allocate("cache")
-    pages = x.shape[2] // PAGE_SIZE
+    pages = x.shape[2] // page_size
     with session.bind(cache=cache) as step:
         step.run(table=np.arange(pages), values=x)
     stages = []
@@ -113,9 +114,9 @@ def stored_by_runner(x: Array, chain: list[PageFormat]) -> list[Array]:
 
 
 @functools.cache
-def writer(chain: tuple[PageFormat, ...]) -> Session:
+def writer(chain: tuple[PageFormat, ...], page_size: int) -> Session:
     """Writes a layer's K and V into pages of the first format, which may become the other ones."""
-    Pages = Paged[(FLOAT[2, KV_HEADS, PAGE_SIZE, SIZE], *chain)]
+    Pages = Paged[(FLOAT[2, KV_HEADS, page_size, SIZE], *chain)]
 
     @model
     def write(
@@ -127,33 +128,33 @@ def writer(chain: tuple[PageFormat, ...]) -> Session:
     return Session(write)
 
 
-def stored_by_specification(x: Array, chain: list[PageFormat]) -> list[Array]:
+def stored_by_specification(x: Array, chain: list[PageFormat], page_size: int) -> list[Array]:
     """The same by the numpy specification: all pages as the heads of one page."""
     _, heads, tokens, head_size = x.shape
-    pages = tokens // PAGE_SIZE
-    by_page = x.reshape(2, heads * pages, PAGE_SIZE, head_size)
+    pages = tokens // page_size
+    by_page = x.reshape(2, heads * pages, page_size, head_size)
     dims = by_page.shape
-    page = in_sequence(chain[0], x) if chain[0].key.channel_offset else None
+    page = in_sequence(chain[0], x, page_size) if chain[0].key.channel_offset else None
     if page is None:
-        page = page_specification.encode(chain[0], by_page, PAGE_SIZE)
+        page = page_specification.encode(chain[0], by_page, page_size)
     stages = []
     for before, page_format in zip([chain[0], *chain], chain, strict=False):
         if page_format is not before:
-            page = page_specification.convert(before, page_format, page, dims, PAGE_SIZE)
+            page = page_specification.convert(before, page_format, page, dims, page_size)
         stages.append(page_specification.decode(page_format, page, dims).reshape(x.shape))
     return stages
 
 
-def in_sequence(page_format: PageFormat, x: Array) -> NDArray[np.uint8]:
+def in_sequence(page_format: PageFormat, x: Array, page_size: int) -> NDArray[np.uint8]:
     """Pages of a format whose offsets come from the page before, as the heads of one page."""
     _, heads, tokens, head_size = x.shape
-    dims = 2, heads, PAGE_SIZE, head_size
+    dims = 2, heads, page_size, head_size
     pages = [page_specification.start_page(page_format, dims)]
-    for start in range(0, tokens, PAGE_SIZE):
-        new = x[:, :, start : start + PAGE_SIZE]
+    for start in range(0, tokens, page_size):
+        new = x[:, :, start : start + page_size]
         pages[-1] = page_specification.write(page_format, pages[-1], dims, new, 0, 0)
         following = page_specification.start_page(
-            page_format, dims, page_format, pages[-1], PAGE_SIZE
+            page_format, dims, page_format, pages[-1], page_size
         )
         pages.append(following)
     by_head = [page.reshape(heads, 1, -1) for page in pages[:-1]]

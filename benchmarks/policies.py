@@ -20,6 +20,7 @@ class Policy:
         rest: format of all older pages.
         first: format that the first page keeps for good; None: it ages like the others.
         bound: largest mean KL divergence that it may have; None: it is shown only.
+        page_size: [tokens].
 
     Raises:
         ValueError: the newest page would have a format that is written best as a whole page.
@@ -30,6 +31,7 @@ class Policy:
     rest: PageFormat
     first: PageFormat | None = None
     bound: float | None = None
+    page_size: int = PAGE_SIZE
 
     def __post_init__(self) -> None:
         if not self.chain[0].appendable:
@@ -56,8 +58,8 @@ class Policy:
 
     def bits(self, tokens: int) -> float:
         """Bits per element of a cache of so many tokens, scales and padding included."""
-        pages = tokens // PAGE_SIZE
-        dims = 2, SMOLLM2_135M.kv_heads, PAGE_SIZE, SMOLLM2_135M.head_size
+        pages = tokens // self.page_size
+        dims = 2, SMOLLM2_135M.kv_heads, self.page_size, SMOLLM2_135M.head_size
         chosen = [self.format(page, pages - 1) for page in range(pages)]
         return sum(page_format.bits_per_element(dims) for page_format in chosen) / pages
 
@@ -73,6 +75,10 @@ POLICIES = (
     Policy("INT4; newest, first INT8", ((INT8, 1),), INT4, INT8, bound=0.006),
     Policy("FLOAT16 x1, INT8 x2, INT4", ((FLOAT16, 1), (INT8, 2)), INT4, FLOAT16, bound=0.002),
     Policy("FLOAT16 x1, INT4 x3, INT2", ((FLOAT16, 1), (INT4, 3)), INT2, FLOAT16, bound=0.025),
+    Policy("64: INT8 x2, INT4", ((INT8, 2),), INT4, INT8, page_size=64),
+    Policy("64: FLOAT16 x2, INT4", ((FLOAT16, 2),), INT4, FLOAT16, page_size=64),
+    Policy("64: INT8 x2, INT4 x6, INT2", ((INT8, 2), (INT4, 6)), INT2, INT8, page_size=64),
+    Policy("32: INT8 x4, INT4", ((INT8, 4),), INT4, INT8, page_size=32),
     Policy("INT2; newest 4, first FLOAT16", ((FLOAT16, 4),), INT2, FLOAT16, bound=0.02),
     Policy("INT4T", (), formats.INT4T),
     Policy("INT4T; first FLOAT16", (), formats.INT4T, FLOAT16),

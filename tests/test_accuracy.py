@@ -67,7 +67,7 @@ def test_what_is_seen_is_stored_as_the_policy_says(policy: policies.Policy, monk
     query, keys, values = tokens(7, 9), tokens(7, 3, 1), tokens(7, 3, 2)
     paged_layers.by_numpy(policy, specification=True)(query, keys, values)
     for newest, kv in seen.items():
-        assert kv.shape == (2, 3, (newest + 1) * policies.PAGE_SIZE, 64)
+        assert kv.shape == (2, 3, (newest + 1) * policy.page_size, 64)
         error = kv - np.stack([keys, values])[:, :, : kv.shape[2]]
         by_page = np.split(error, newest + 1, axis=2)
         for page, found in enumerate(by_page):
@@ -80,8 +80,8 @@ def test_what_is_seen_is_stored_as_the_policy_says(policy: policies.Policy, monk
 def test_the_runner_stores_what_the_specification_says(policy: policies.Policy) -> None:
     """Every stage of every page, through a model that writes and the owner who converts."""
     x = np.stack([tokens(3, 3), tokens(3, 3, 1)]) + np.float32(1)
-    stored = paged_layers.stored_by_runner(x, policy.chain)
-    specified = paged_layers.stored_by_specification(x, policy.chain)
+    stored = paged_layers.stored_by_runner(x, policy.chain, policy.page_size)
+    specified = paged_layers.stored_by_specification(x, policy.chain, policy.page_size)
     for ours, expected in zip(stored, specified, strict=True):
         np.testing.assert_array_equal(ours, expected)
 
