@@ -98,24 +98,18 @@ class _Planner:
             self.slot(value)
         ordered = self.order(graph)
         self.outside.update(v for v in graph.outputs if v.is_initializer())
-        self.shared = frozenset(
-            v for v, count in self.used.items() if count > 1 or v in self.outside
-        )
+        often = {v for v, count in self.used.items() if count > 1}
+        self.shared = frozenset(often | (self.outside & set(self.used)))
         block = self.block(ordered)
         context = fusable.Context(self.loaded.extents, self.facts)
         fusion = fuse.build(graph, ordered.order, context, self.fusing())
         values = tuple(self.describe(v) for v in self.slots)
         every = list(graph.all_nodes())
+        tensors = [(k, v.const_value) for v, k in self.slots.items() if v.is_initializer()]
         copies, made = listing.copies(every, self.facts), new_pages.of(self.loaded)
         return ExecutionPlan(
             values=values,
-            constants=MappingProxyType(
-                {
-                    self.slots[v]: v.const_value
-                    for v in self.slots
-                    if v.is_initializer() and v.const_value is not None
-                }
-            ),
+            constants=MappingProxyType({k: t for k, t in tensors if t is not None}),
             inputs=tuple(
                 Input(v.name or "", self.slots[v], v in self.mutable, paged_types.of(v))
                 for v in graph.inputs
@@ -146,8 +140,7 @@ class _Planner:
         )
 
     def fusing(self) -> fuse.Planner:
-        """What the fused alternative is made with."""
-        # they are loaded beside the ordinary steps: one copy of a weight must serve both
+        """What the fused alternative is made with: one copy of a weight serves both."""
         weights = frozenset(self.graph.initializers.values())
         return fuse.Planner(
             self.slot,

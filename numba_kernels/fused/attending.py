@@ -1,9 +1,9 @@
 """Decode attention by the threads of a fused step: one new token over caches.
 
 A thread does the same kv heads in every call, so that it may read what it has just written without
-a barrier (``rotary``). Where the keys are many, they are split as well, and the threads meet once
-inside of the kernel: how many splits there are depends on the lengths alone, so that results do not
-depend on the number of threads.
+a barrier (``rotary``). Where the keys are many, they are split as well, and the threads meet inside
+of the kernel, before and behind: how many splits there are depends on the lengths alone, so that
+results do not depend on the number of threads.
 
 ``specialise`` makes copies of this file with other values in the line that says so.
 """
@@ -67,6 +67,8 @@ def attend(arguments, thread, threads):
     stride = (_SCRATCH + 63) // 64 * 64
     scratch, results = a.space + thread * stride, a.space + threads * stride
     rows = x.batch * x.kv_heads
+    if splits > 1:  # what another thread wrote for its heads is read here as well
+        barrier.meet(a.state, threads)
     first, last = share(rows * splits, thread, threads)
     for item in range(first, last):
         b, h = item // splits // x.kv_heads, item // splits % x.kv_heads

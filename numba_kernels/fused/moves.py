@@ -22,7 +22,9 @@ from onnx_inplace.numba_kernels.floats import (
     float_of_bits,
     floats,
     int64_at,
+    narrow,
     uint16_at,
+    widen,
 )
 from onnx_inplace.numba_kernels.fused.kernel import KERNEL, reader
 from onnx_inplace.numba_kernels.memory import copy, kernel, load_int32, load_int64, on_demand
@@ -214,7 +216,11 @@ def _copy_item(target, source, item):
 @njit
 def _line(x, target, source):
     """The innermost axis."""
-    if x.source_kind != x.target_kind:
+    if x.source_kind == FLOAT32 and x.s5 == 4 and x.t5 == 2 and x.target_kind != BYTES:
+        narrow(target, x.d5, source, x.target_kind)
+    elif x.target_kind == FLOAT32 and x.t5 == 4 and x.s5 == 2 and x.source_kind != BYTES:
+        widen(target, x.d5, source, x.source_kind)
+    elif x.source_kind != x.target_kind:
         _convert(target, x.t5, x.target_kind, source, x.s5, x.source_kind, x.d5)
     elif x.s5 == x.item and x.t5 == x.item:
         copy(target, source, x.d5 * x.item)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from onnx_inplace.compiler import errors
 from onnx_inplace.compiler.fused import Operation
-from onnx_inplace.numba_kernels.fused import moves
+from onnx_inplace.numba_kernels import layout, specialise
+from onnx_inplace.numba_kernels.fused import attending, moves
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner import attend, operators_attention
 from onnx_inplace.runner.actions import Array, Settings
@@ -38,37 +41,25 @@ def attention(b: Builder, o: Operation) -> None:
 
     b.bounds.append(Bound(lengths_at, 0, capacity + 1, fail))
     facts = b.lasting(attend.facts(problem))
-    decode = kernels.decode if kernels.shape.fits(problem) and problem.tokens == 1 else None
-    rows = problem.batch * problem.kv_heads
-    splits, workers = 1, b.threads
-    if decode is not None:
-        splits = max(1, -(-4 * workers // rows)) if workers > 1 else 1
-        kernel = decode.attend
-        size = decode.workspace_size(rows * splits, workers)
-    else:
-        kernel, size = kernels.other(problem, workers)
-    space = b.lasting(aligned(16 + size + 64))
-    places = (
-        address(facts),
-        address(query),
-        address(key),
-        address(value),
-        address(target),
-        address(lengths),
-        0,
-        0,
-        address(space),
-    )
     reads = [query, key, value, lengths]
-    begin = moves.Begin(address(space), address(lengths), problem.batch, SHORTEST, splits)
-    b.emit(moves.begin, begin, [lengths], [space[:16]])
-    merged = decode is not None and workers > 1
-    call = moves.Attend(kernel.ready().address, *places, workers if decode is not None else 0)
-    b.emit(moves.attend, call, [*reads, space[:16]], [target, space], first=False)
-    if merged and decode is not None:
-        call = moves.Attend(decode.merge.ready().address, *places, workers)
-        b.emit(moves.attend, call, [*reads, space], [target])
     b.lengths.append((lengths, problem.heads * problem.head_size))
+    places = layout.Places(
+        *(address(a) for a in (query, key, value, target, lengths)), mask=0, sinks=0
+    )
+    if kernels.decode is not None and kernels.shape.fits(problem) and problem.tokens == 1:
+        decode = specialise.specialise(attending, *dataclasses.astuple(shape))
+        rows = problem.batch * problem.kv_heads
+        space = b.lasting(aligned(decode.workspace_size(rows, SPLITS, b.threads)))
+        block = decode.Attend(address(facts), *places, address(space), address(b.control), SPLITS)
+        b.emit(decode.attend, block, reads, [target], first=False)
+        return
+    kernel, size = kernels.other(problem, b.threads)
+    space = b.lasting(aligned(16 + size + 64))
+    begin = moves.Begin(address(space), address(lengths), problem.batch, SHORTEST, 1)
+    b.emit(moves.begin, begin, [lengths], [space[:16]])
+    call = moves.Attend(kernel.ready().address, address(facts), *places, address(space), 0)
+    b.emit(moves.attend, call, [*reads, space[:16]], [target, space], first=False)
 
 
 SHORTEST = 64  # tokens of a split
+SPLITS = 8  # at most, whatever the number of threads: results must not depend on it

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 
+from onnx_inplace.compiler import fused
 from onnx_inplace.compiler.fused import Operation
 from onnx_inplace.numba_kernels import specialise
 from onnx_inplace.numba_kernels.fused import product as kernels
@@ -29,19 +31,19 @@ def product(b: Builder, o: Operation) -> None:
     except ValueError as error:
         raise NotFused(str(error)) from None
     source, residual = o.inputs
-    x = b.array(source)
-    inputs = x.shape[-1]
-    rows = x.size // inputs
+    assert source is not None
+    shape = b.shape(source)
+    inputs, rows = shape[-1], math.prod(shape[:-1])
     added = None if residual is None else b.contiguous(b.array(residual))
     target, written = b.writing(o.outputs[0])
     gate, activation = o.attributes["gate"], o.attributes["activation"]
     outputs = target.shape[-1]
-    activations = _activations(b, o, source, x, packed)
+    activations, row, each, reads = _activations(b, o, source, packed)
     block = kernels.Product(
         weights=address(packed.data),
-        activations=address(activations),
-        activation_row=activations.nbytes // rows,
-        each=0,
+        activations=activations,
+        activation_row=row,
+        each=each,
         inputs=inputs,
         outputs=outputs,
         output=address(target),
@@ -55,7 +57,7 @@ def product(b: Builder, o: Operation) -> None:
         next_panels=0,
         next_panel_bytes=0,
     )
-    reads = [activations] + ([] if added is None else [added])
+    reads += [] if added is None else [added]
     b.emit(_kernel(packed, _planes(o), rows, b.portable), block, reads, [target], first=False)
     written()
     b.work += float(packed.data.size)
@@ -67,32 +69,53 @@ def _planes(o: Operation) -> int:
     return 1 if levels == {_EIGHT_BITS} else 2
 
 
-def _activations(b: Builder, o: Operation, source: int | None, x: Array, packed: Packed) -> Array:
-    """Rows as the kernel takes them: integers beside codes, float32 beside floats."""
+def planes_of(b: Builder, index: int | None) -> int | None:
+    """Planes of a value that only products read, as integers; None: others read it, too."""
+    found = set()
+    if index is None or index in b.leaving:
+        return None
+    for o in b.region.operations:
+        if index in o.inputs:
+            codes = o.domain == fused.DOMAIN and o.op_type == "Product" and o.inputs[1] != index
+            codes = codes and o.attributes["matrices"][0].op_type == "MatMulNBits"
+            found.add(_planes(o) if codes else None)
+    return found.pop() if len(found) == 1 else None
+
+
+def _activations(
+    b: Builder, o: Operation, source: int | None, packed: Packed
+) -> tuple[int, int, int, list[Array]]:
+    """Address of rows as the kernel takes them, bytes of a row, ``each``, what others may write.
+
+    Integers beside codes: every thread makes them for itself, which costs less than to wait for
+    another one. Float32 beside floats.
+    """
     assert source is not None
-    columns, planes = x.shape[-1], _planes(o)
-    rows = x.size // columns
+    planes = _planes(o)
+    columns = b.shape(source)[-1]
+    row = quantize.row_bytes(columns, planes)
     if not packed.layout.bits:
-        if x.dtype == np.float32 and x.flags.c_contiguous:
-            return x
-        return b.derived(source, "float32", x.shape, np.float32, lambda to: b.move(x, to))
-
-    def fill(to: Array) -> None:
-        numbers = b.contiguous(x)
+        x = b.array(source)
+        if x.dtype != np.float32 or not x.flags.c_contiguous:
+            x = b.derived(source, "float32", x.shape, np.float32, lambda to: b.move(x, to))
+        return address(x), 4 * columns, 0, [x]
+    codes = b.codes(source, planes)
+    if codes is None:
+        x = b.contiguous(b.array(source))
+        rows = x.size // columns
+        codes = b.private(source, planes, 0, rows * row)
         block = quantize.Quantize(
-            address(numbers),
-            address(to),
-            rows,
-            columns,
-            4 * columns,
-            quantize.row_bytes(columns, planes),
-            planes,
-            0,
+            input=address(x),
+            output=codes.place,
+            rows=rows,
+            columns=columns,
+            input_row=4 * columns,
+            output_row=row,
+            planes=planes,
+            each=codes.each,
         )
-        b.emit(quantize.quantize, block, [numbers], [to])
-
-    size = quantize.row_bytes(columns, planes)
-    return b.derived(source, f"{planes} planes", (rows, size), np.uint8, fill)
+        b.emit(quantize.quantize, block, [x], [], first=False)
+    return codes.place, row, codes.each, []
 
 
 def _kernel(packed: Packed, planes: int, rows: int, portable: bool) -> OnDemand:

@@ -81,7 +81,7 @@ class Region:
         self._enter = [(slots[index], array) for index, array in entering.items()]
         self._bounds = _merged(b.bounds, slots, b)
         self._moved = _Moved([roots[name] for name in sorted(_named(region))])
-        self._workers, self._control = b.threads, interpreter.control()
+        self._workers, self._control = b.threads, b.control
         self._control_at = address(self._control)
         self._policy = threads.Policy()
         self._run = interpreter.run.ready()

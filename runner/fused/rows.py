@@ -6,9 +6,10 @@ import numpy as np
 
 from onnx_inplace.compiler.fused import Operation
 from onnx_inplace.numba_kernels import floats, layout
-from onnx_inplace.numba_kernels.fused import norms
+from onnx_inplace.numba_kernels.fused import norms, quantize
 from onnx_inplace.numba_kernels.fused import rotary as turning
 from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.runner.fused import products
 from onnx_inplace.runner.fused.table import Builder, NotFused
 
 
@@ -18,31 +19,44 @@ def norm(b: Builder, o: Operation) -> None:
     scale = b.contiguous(b.array(o.inputs[1]))
     bias = o.inputs[2] if len(o.inputs) > 2 else None
     added = None if bias is None else b.contiguous(b.array(bias))
-    target, written = b.writing(o.outputs[0])
     columns = source.shape[-1]
     if scale.size != columns or (added is not None and added.size != columns):
         raise NotFused(f"{o.op_type} with a scale of {scale.shape}")
+    rows = source.size // columns
+    planes = products.planes_of(b, o.outputs[0]) or 0
+    output, codes, each, row = 0, 0, 0, 0
+    if planes:  # every thread for itself, with the integers that products take
+        row = quantize.row_bytes(columns, planes)
+        own = b.private(o.outputs[0] or 0, planes, 4 * source.size, rows * row)
+        output, codes, each = address(own.memory), own.place, own.each
+    else:
+        target, written = b.writing(o.outputs[0])
+        output = address(target)
     block = norms.Norm(
         input=address(source),
         skip=0,
         total=0,
         scale=address(scale),
         bias=0 if added is None else address(added),
-        output=address(target),
-        codes=0,
-        rows=source.size // columns,
+        output=output,
+        codes=codes,
+        rows=rows,
         columns=columns,
         input_row=4 * columns,
         skip_row=0,
         total_row=0,
         output_row=4 * columns,
-        codes_row=0,
+        codes_row=row,
         centered=int(o.op_type == "LayerNormalization"),
         epsilon=layout.bits(o.attributes.get("epsilon", 1e-5)),
-        planes=0,
-        each=0,
+        planes=planes,
+        each=each,
     )
-    b.emit(norms.norm, block, [source, scale, *([] if added is None else [added])], [target])
+    reads = [source, scale, *([] if added is None else [added])]
+    if planes:
+        b.emit(norms.norm, block, reads, [], first=False)
+        return
+    b.emit(norms.norm, block, reads, [target])
     written()
 
 

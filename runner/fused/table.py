@@ -18,7 +18,7 @@ from onnx_inplace.numba_kernels.fused import interpreter, moves
 from onnx_inplace.numba_kernels.memory import OnDemand, address
 from onnx_inplace.runner.actions import Array, DType
 from onnx_inplace.runner.attend import KINDS
-from onnx_inplace.runner.fused.buffers import Buffers
+from onnx_inplace.runner.fused.buffers import Buffers, aligned
 from onnx_inplace.runner.fused.weights import Weights
 
 
@@ -61,6 +61,20 @@ class Bound:
     fail: Callable[[Array], None]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Codes:
+    """A value as integers, in memory that each thread fills and reads alone.
+
+    Attributes:
+        memory: of all threads; each has ``each`` bytes.
+        place: where the first thread's codes begin.
+    """
+
+    memory: Array
+    place: int
+    each: int
+
+
 class Builder:
     """What a template writes to.
 
@@ -91,6 +105,9 @@ class Builder:
         self.scratch: list[Array] = []
         self.work = 0.0  # numbers that a run multiplies, for the choice of threads
         self.lengths: list[tuple[Array, int]] = []  # work that grows with numbers of a run
+        self.control = interpreter.control()
+        self._codes: dict[tuple[int, int], Codes] = {}
+        self._idle: dict[int, list[Array]] = {}  # memory of threads by size
         self.panels: dict[int, tuple[int, int]] = {}  # panels and their bytes, by address
         self._derived: dict[tuple[int, str], Array] = {}
         self._buffers = Buffers()
@@ -196,6 +213,24 @@ class Builder:
             fill(found)
         return found
 
+    def codes(self, index: int, planes: int) -> Codes | None:
+        """A value as integers, where they have been made."""
+        return self._codes.get((index, planes))
+
+    def private(self, index: int, planes: int, before: int, size: int) -> Codes:
+        """Memory for a value as integers, behind ``before`` bytes for whatever comes first.
+
+        No other thread sees it: it takes part in no conflict, and is used again at once when the
+        value is dead.
+        """
+        before, size = -(-before // 64) * 64, -(-size // 64) * 64
+        each = before + size
+        idle = self._idle.setdefault(each, [])
+        memory = idle.pop() if idle else self.lasting(aligned(each * self.threads))
+        found = Codes(memory, address(memory) + before, each)
+        self._codes[index, planes] = found
+        return found
+
     def lasting(self, array: Array) -> Array:
         """Keep an array for as long as the table."""
         self.scratch.append(array)
@@ -212,6 +247,9 @@ class Builder:
                 self._buffers.drop(array)
             for key in [key for key in self._derived if key[0] == index]:
                 self._buffers.drop(self._derived.pop(key))
+            for own in [key for key in self._codes if key[0] == index]:
+                codes = self._codes.pop(own)
+                self._idle[codes.each].append(codes.memory)
 
     # -- instructions
 
