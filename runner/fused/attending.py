@@ -44,7 +44,7 @@ def attention(b: Builder, o: Operation) -> None:
     reads = [query, key, value, lengths]
     b.lengths.append((lengths, problem.heads * problem.head_size))
     places = layout.Places(
-        *(address(a) for a in (query, key, value, target, lengths)), mask=0, sinks=0
+        *(address(query), address(key), address(value), address(target), address(lengths), 0, 0)
     )
     if kernels.decode is not None and kernels.shape.fits(problem) and problem.tokens == 1:
         decode = specialise.specialise(attending, *dataclasses.astuple(shape))

@@ -9,11 +9,14 @@ import numpy as np
 
 from onnx_inplace.compiler.fused import Fused, Operation
 from onnx_inplace.numba_kernels import floats
-from onnx_inplace.numba_kernels.fused import panels
+from onnx_inplace.numba_kernels.fused import panels, recover
 from onnx_inplace.runner.actions import Array
 from onnx_inplace.runner.attend import KINDS
 from onnx_inplace.runner.fused.buffers import aligned
 from onnx_inplace.runner.fused.weights import Weights
+
+FLOATS = ("MatMul", "Gemm")
+_WORTH_A_SEARCH = 1 << 20  # numbers: smaller float32 weights cost little as they are
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,21 +59,30 @@ def pack(region: Fused, product: Operation, weights: Weights) -> Packed:
 
     def make() -> Packed:
         rows = [None if b is None else _row(numbers(b)) for b in biases]
-        if matrices[0].op_type in ("MatMul", "Gemm"):
+        if matrices[0].op_type in FLOATS:
             return _floats([_matrix(o, numbers(o.inputs[1])) for o in matrices], rows, gate)
         codes = [_codes(o, [numbers(k) for k in o.inputs[1:5]]) for o in matrices]
-        if gate and len(codes) == 1:
-            codes = _halves(codes[0])
-        layout = panels.layout_codes(codes)
-        data = aligned(layout.nbytes)
-        panels.pack_codes(codes, layout, data, gate)
-        outputs = [c.outputs for c in codes]
-        return Packed(layout, data, _bias(rows, outputs, gate), sum(outputs))
+        return _of_codes(codes, rows, gate)
 
     return weights.made(form, tensors, make)
 
 
+def _of_codes(codes: list[panels.Codes], biases: list[Array | None], gate: bool) -> Packed:
+    if gate and len(codes) == 1:
+        codes = _halves(codes[0])
+    layout = panels.layout_codes(codes)
+    data = aligned(layout.nbytes)
+    panels.pack_codes(codes, layout, data, gate)
+    outputs = [c.outputs for c in codes]
+    return Packed(layout, data, _bias(biases, outputs, gate), sum(outputs))
+
+
 def _floats(matrices: list[Array], biases: list[Array | None], gate: bool) -> Packed:
+    if all(m.dtype == np.float32 and m.size >= _WORTH_A_SEARCH for m in matrices):
+        found = [recover.codes(m) for m in matrices]
+        codes = [c for c in found if c is not None]
+        if len(codes) == len(matrices):
+            return _of_codes(codes, biases, gate)
     if gate and len(matrices) == 1:
         half = len(matrices[0]) // 2
         matrices = [matrices[0][:half], matrices[0][half:]]

@@ -77,7 +77,7 @@ def planes_of(b: Builder, index: int | None) -> int | None:
     for o in b.region.operations:
         if index in o.inputs:
             codes = o.domain == fused.DOMAIN and o.op_type == "Product" and o.inputs[1] != index
-            codes = codes and o.attributes["matrices"][0].op_type == "MatMulNBits"
+            codes = codes and o.attributes["matrices"][0].op_type not in matrices.FLOATS
             found.add(_planes(o) if codes else None)
     return found.pop() if len(found) == 1 else None
 
