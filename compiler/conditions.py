@@ -81,7 +81,7 @@ class Requirement:
 def requirements(
     node: ir.Node, root_of: Mapping[ir.Value, ir.Value], mutable: Iterable[ir.Value]
 ) -> list[Requirement]:
-    """What a node requires; nothing for a node that neither writes nor reads mutable storage.
+    """What a node requires of storage that ``root_of`` knows, if that is mutable or pages.
 
     Pages are read by kernels of ours only, and so within bounds, also where they are not mutable.
     Ranks are taken from the storage; an operator whose ranks cannot be right is refused elsewhere.
@@ -97,9 +97,8 @@ def requirements(
         if storage is None or storage.shape is None:
             continue
         root = root_of.get(storage)
-        if root in owned or is_paged(storage):
-            name = str((root or storage).name)
-            found += make(_Site(node, name, storage, len(storage.shape)))
+        if root is not None and (root in owned or is_paged(storage)):
+            found += make(_Site(node, str(root.name), storage, len(storage.shape)))
     return found
 
 

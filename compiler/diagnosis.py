@@ -13,6 +13,7 @@ import onnx_ir as ir
 from onnx_inplace.compiler.classes import Restriction
 from onnx_inplace.compiler.contract import OutputAlias
 from onnx_inplace.compiler.errors import Finding, Location
+from onnx_inplace.compiler.paged_types import is_paged
 
 # Key in ir.Value.meta: the author's variable, "" for what was assigned to none. Names of values are
 # the variables with a number behind them, and say less.
@@ -262,6 +263,8 @@ class Diagnosis:
         a, b = _storage(then), _storage(other)
         text = f"{called(output)} is {a} in one branch and {b} in the other."
         repair = "Let both branches return the same storage, or `kv.Copy` in each of them."
+        if is_paged(then) or is_paged(other):
+            repair = "Pages are not copied: let both branches return the same paged cache."
         return self._finding("E107", node, text, repair)
 
     def carries(
@@ -278,7 +281,9 @@ class Diagnosis:
             f"as {_storage(end)}."
         )
         repair = "Carry every state as itself: `kv.Assign` replaces its content."
-        if _grows(result):
+        if is_paged(start) or is_paged(end):
+            repair = "Pages are not copied: carry every paged cache as itself."
+        elif _grows(result):
             repair = _FIXED_CAPACITY
         elif end is None:
             repair = f"Write the state with `kv.Assign`, or begin with {_copy(initial)}."
@@ -326,6 +331,12 @@ class Diagnosis:
         text = f"{called(value)} is a paged cache, and is not declared as an alias of one."
         repair = "Declare its parameter as `Mutable[...]` and the result as its `Alias[...]`."
         return self._result("E111", value, text, repair)
+
+    def sliced_pages(self, value: ir.Value, node: ir.Node) -> Finding:
+        """E102: a Scan takes tensors apart."""
+        text = f"{_operator(node)} takes tensors apart, and {called(value)} is a paged cache."
+        repair = "Loop over page ids, and read pages with `kv.PageGather`."
+        return self._finding("E102", node, text, repair)
 
     def another_root(self, value: ir.Value, declared: ir.Value, root: ir.Value) -> Finding:
         """E101: declared as one root, is another."""

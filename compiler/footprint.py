@@ -212,7 +212,7 @@ class _Collector:
 
     def fits(self) -> Iterator[Fit]:
         """Requirements outside of all branches and loops: there, a run may not come to them."""
-        roots = self.loaded.aliases.root
+        roots = self.loaded.aliases.owner
         for node in self.loaded.model.graph:
             for r in conditions.requirements(node, roots, self.loaded.mutable):
                 yield from self.fit(r)

@@ -193,12 +193,12 @@ def _known(expression: sympy.Expr | None, term: Linear | None, otherwise: str) -
     return text.strip()
 
 
-def of_pages(nodes: Iterable[ir.Node], roots: Mapping[ir.Value, ir.Value]) -> tuple[Condition, ...]:
+def of_pages(nodes: Iterable[ir.Node], pages: Mapping[ir.Value, ir.Value]) -> tuple[Condition, ...]:
     """What page tables must allow, each once, in the order of the program."""
-    return tuple(dict.fromkeys(_of_pages(nodes, roots)))
+    return tuple(dict.fromkeys(_of_pages(nodes, pages)))
 
 
-def _of_pages(nodes: Iterable[ir.Node], roots: Mapping[ir.Value, ir.Value]) -> Iterator[Condition]:
+def _of_pages(nodes: Iterable[ir.Node], pages: Mapping[ir.Value, ir.Value]) -> Iterator[Condition]:
     for node in nodes:
         if not paged_rules.is_paged_operator(node):
             continue
@@ -206,7 +206,7 @@ def _of_pages(nodes: Iterable[ir.Node], roots: Mapping[ir.Value, ir.Value]) -> I
         ids = node.inputs[2 if node.op_type == "PagedAttention" else 1]
         if cache is None or ids is None or not isinstance(cache.type, PagedType):
             continue
-        root, new = str(roots.get(cache, cache).name), None
+        root, new = str(pages[cache].name), None
         if node.op_type == "PagedCacheUpdate":
             new = paged_rules.created_format(node, cache.type)
         needed = "exist"

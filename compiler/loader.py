@@ -246,7 +246,7 @@ def _flatten(verified: Verified, program: Program) -> Loaded:
     mutable = [value for value, access in pairs if access is Access.READ_WRITE]
     known = Extents(model.graph, aliases.source)
     judgements = tuple(
-        capacity.judge(model.graph, aliases.root, mutable, known, capacity.Guarded.OPEN)
+        capacity.judge(model.graph, aliases.owner, mutable, known, capacity.Guarded.OPEN)
     )
     _refuse(capacity.findings(judgements, derivation.locate))
     return Loaded(model, aliases, mutable, known, judgements, program)

@@ -87,7 +87,7 @@ def _made(loaded: loader.Loaded, node: ir.Node, repeated: bool) -> Iterator[NewP
         return
     page_format = None if name is None else cache.type.format(name)
     if page_format is not None:
-        root = loaded.aliases.root.get(cache, cache)
+        root = loaded.aliases.pages[cache]
         size = page_bytes(page_format, cache, known)
         place = integrity.source(node)
         yield NewPages(str(root.name), page_format.name, count, size, repeated, place)

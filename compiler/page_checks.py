@@ -190,7 +190,7 @@ class _Builder:
         mode, number = MODES[node.op_type], len(self.accesses)
         counts = self.counts(node, mode, ids, rank)
         length, rows, blocks = (None if isinstance(n, Measured) else n for n in counts)
-        root = self.loaded.aliases.root.get(cache, cache)
+        root = self.loaded.aliases.pages[cache]
         place, reason = self.unknown(node, around, ids, positions, counts)
         found = PageAccess(
             number,

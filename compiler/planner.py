@@ -129,7 +129,7 @@ class _Planner:
             conditions=(
                 *listing.conditions(self.loaded.judgements),
                 *listing.of_shapes(positions.build(self.loaded)),
-                *listing.of_pages(every, self.aliases.root),
+                *listing.of_pages(every, self.aliases.pages),
             ),
             proofs=listing.proofs(self.loaded.judgements),
             new_pages=made,
@@ -223,7 +223,7 @@ class _Planner:
         source, output = node.inputs[0], node.outputs[0]
         assert source is not None
         parameter = node.inputs[1] if len(node.inputs) > 1 else None
-        root = self.root(output) or str(source.name)  # pages that nobody may write
+        root = self.root(output) or str(self.aliases.pages[output].name)
         return View(
             node.op_type,
             self.slot(source),

@@ -139,6 +139,7 @@ class _Builder:
         graph = loaded.model.graph
         self.extents = loaded.extents
         self.knowledge = Knowledge(graph, self.aliases.root, self.mutable)
+        self.owner = self.aliases.owner
         self.static: dict[object, Static] = {}
         self.direct: dict[object, Direct] = {}
         self.late: list[Late] = []
@@ -194,7 +195,7 @@ class _Builder:
 
     def block(self, graph: ir.Graph, around: tuple[ir.Node, ...]) -> None:
         for node in graph:
-            for r in conditions.requirements(node, self.aliases.root, self.mutable):
+            for r in conditions.requirements(node, self.owner, self.mutable):
                 self.decide(r, around)
             for needed in self.equalities.pop(node, ()):
                 self.decide(conditions.equality(needed, self.aliases.root), around)

@@ -172,7 +172,7 @@ def _analyse_one(
     )
     graph = declaration.function.graph
     known = extents.Extents(graph, aliases.source)
-    judgements = capacity.judge(graph, aliases.root, declaration.mutable, known)
+    judgements = capacity.judge(graph, aliases.owner, declaration.mutable, known)
     exceeded = capacity.findings(judgements, locate)
     if aliases.findings or exceeded:
         raise errors.ContractError([*aliases.findings, *exceeded])

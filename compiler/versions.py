@@ -14,16 +14,19 @@ from onnx_inplace.compiler import classes, diagnosis, merging
 from onnx_inplace.compiler.classes import Block, Restriction, Summary
 from onnx_inplace.compiler.contract import OutputAlias
 from onnx_inplace.compiler.errors import Finding, Location
+from onnx_inplace.compiler.paged_types import is_paged
 
 
 @dataclasses.dataclass
 class AliasMap:
-    """What the analysis found. Only names of mutable roots stand in it, but for ``summary``.
+    """What the analysis found. Only names of mutable roots stand in it, but where it says so.
 
     Attributes:
         root: the parameter whose storage a value is.
         version: of the value. Values of one root and version hold the same content; numbers grow in
             program order.
+        pages: the parameter whose pages a paged cache is, READ_ONLY ones included: unlike arrays
+            they are never copied, so that every paged cache is a parameter's.
         source: the value it was made from: the node's own input, for If the root, for a parameter
             of a body the initial value. A root has none.
         node: aliases of a node by its ports, calls, Loop and Scan included. An If has no port.
@@ -36,6 +39,7 @@ class AliasMap:
 
     root: dict[ir.Value, ir.Value] = dataclasses.field(default_factory=dict)
     version: dict[ir.Value, int] = dataclasses.field(default_factory=dict)
+    pages: dict[ir.Value, ir.Value] = dataclasses.field(default_factory=dict)
     source: dict[ir.Value, ir.Value] = dataclasses.field(default_factory=dict)
     node: dict[ir.Node, list[OutputAlias]] = dataclasses.field(default_factory=dict)
     result: list[OutputAlias] = dataclasses.field(default_factory=list)
@@ -43,6 +47,11 @@ class AliasMap:
     equalities: list[merging.Equality] = dataclasses.field(default_factory=list)
     summary: Summary = dataclasses.field(default_factory=lambda: Summary((), ()))
     findings: list[Finding] = dataclasses.field(default_factory=list)
+
+    @property
+    def owner(self) -> Mapping[ir.Value, ir.Value]:
+        """The parameter of every value in ``root`` or ``pages``."""
+        return {**self.root, **self.pages}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,10 +120,10 @@ class Versions:
     def conflict(self, roots: Sequence[ir.Value], finding: Finding, output: ir.Value) -> None:
         """``output`` is other storage than a rule wants: a fault where mutable storage takes part.
 
-        For READ_ONLY roots it is legal, and a new value. But a caller of this function might lend
-        mutable storage.
+        For READ_ONLY roots it is legal, and a new value, but of pages, which nothing copies. But a
+        caller of this function might lend mutable storage.
         """
-        if any(root in self.mutable for root in roots):
+        if any(root in self.mutable or is_paged(root) for root in roots):
             self.find(finding, *roots)
             self.unknown.add(output)
             return
@@ -151,6 +160,8 @@ class Versions:
     def name(self, value: ir.Value, place: Place, source: ir.Value | None) -> None:
         """``value`` names a version of a root."""
         self.place[value] = place
+        if is_paged(place.root):
+            self.map.pages[value] = place.root
         if place.root not in self.mutable or place.sliced:
             return
         self.map.root[value], self.map.version[value] = place.root, place.version

@@ -8,6 +8,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnx_inplace.compiler import paged_types
 from onnx_inplace.dsl import blocks, literals, recorder
 from onnx_inplace.dsl.operations import as_vector, standard
 from onnx_inplace.dsl.tensor import Operand
@@ -105,6 +106,13 @@ def scan(*inputs: Any, axis: int | tuple[int, ...] = 0, reverse: bool = False) -
     r = recorder.current()
     if not inputs or not all(isinstance(x, Operand) for x in inputs):
         r.stop("scan(...) goes along tensors.")
+    for x in inputs:
+        if paged_types.is_paged(x.value):
+            r.stop(
+                f"scan(...) goes along tensors, and {recorder.called(x.value)} is a paged cache.",
+                "E102",
+                "Loop over page ids, and read pages with `kv.PageGather`.",
+            )
     axes = (axis,) * len(inputs) if isinstance(axis, int) else tuple(axis)
     if len(axes) != len(inputs):
         r.stop(f"{len(inputs)} tensors and {len(axes)} axes.")

@@ -205,7 +205,8 @@ class _Builder:
     def _guarded(self, action: Action, step: Step) -> Action:
         """Compare where a must-alias step wrote with where its root is."""
         for slot, root in _aliased(step):
-            action = _guard(action, slot, root, self.frame.roots[root])
+            if root in self.frame.roots:  # pages that nobody may write are no storage of a root
+                action = _guard(action, slot, root, self.frame.roots[root])
         return action
 
 
