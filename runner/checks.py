@@ -79,6 +79,7 @@ def load(model: bytes) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 4  # faults are raised
+    options.enable_cpu_mem_arena = False  # a few integers: nothing to keep between runs
     # Nothing to gain, and onnxruntime 1.32 loses results of an If when its optimizer
     # inlines an If in one of its branches whose condition is a constant.
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
