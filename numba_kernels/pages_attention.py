@@ -203,6 +203,8 @@ def _item(x, at, query, b, h, row, rows, low, high, length, start, space):
         if block + 1 < end:
             following, other = _page(at, blocks[block + 1])
             half = read_half(at.descriptions + 8 * pages_layout.WORDS * other, 0)
+            second = read_half(at.descriptions + 8 * pages_layout.WORDS * other, 1)
+            n[16] = following + second.at + h * second.head
             following += half.at + h * half.head
         turned = 1 if value.rotation else 0
         n[0], n[1], n[2] = (

@@ -74,16 +74,16 @@ def attend(task):
     softcap = float_of_bits(x.softcap) * LOG2_E
     for t in range(x.first, x.last, TILE):
         count = min(TILE, x.last - t)
-        ahead = TILE * ROW
+        ahead = ahead_value = TILE * ROW
         if t + TILE >= x.last and x.next:
-            ahead = x.next - x.key - t * ROW
+            ahead, ahead_value = x.next - x.key - t * ROW, x.next_value - x.value - t * ROW
         scores(x.key + t * ROW, ROW, count, queries, weights, ahead)
         if softcap > 0:
             _cap(weights, (count + TOKENS - 1) // TOKENS * 16, softcap)
         soften(weights, count, state)
         if UNIT != 1:
             _scale(weights, (count + TOKENS - 1) // TOKENS * 16, UNIT)
-        gather(x.value + t * ROW, ROW, count, weights, state, x.sums, ahead)
+        gather(x.value + t * ROW, ROW, count, weights, state, x.sums, ahead_value)
     for g in range(GROUP):
         total = np.float32(0)
         for j in range(TOKENS):

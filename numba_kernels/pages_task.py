@@ -42,6 +42,7 @@ class Task(NamedTuple):
     scratch: int  # workspace
     prepared: int  # workspace that is kept between the pages of one format
     fresh: int  # 1: nothing has been prepared
+    next_value: int  # this head's V in the page that follows
 
 
 WORDS = len(Task._fields)
@@ -53,5 +54,5 @@ def read_task(address):
     n = carray(int64_at(address), (WORDS,))
     return Task(
         n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10], n[11], n[12], n[13],
-        n[14], n[15],
+        n[14], n[15], n[16],
     )  # fmt: skip
