@@ -143,3 +143,29 @@ def test_names_stay_text() -> None:
     html = page_map.render([rows], "<b>.pages")
     assert "<script>" not in html and "<b>" not in html
     assert "http" not in html.replace("http-equiv", "")
+
+
+def test_the_command_line_runs_on_saved_pages(tmp_path: Path) -> None:
+    (tmp_path / "write.py").write_text(
+        "from onnx_inplace import formats\n"
+        "from onnx_inplace.dsl import FLOAT16, INT64, Alias, Mutable, Paged, kv, model\n"
+        "@model\n"
+        "def write(cache: Mutable[Paged[FLOAT16[2, 2, 32, 64], formats.INT8]], page: INT64[()],\n"
+        "          x: FLOAT16[2, 2, 'n', 64]) -> Alias['cache']:\n"
+        "    return kv.PagedCacheUpdate(cache, page, x, 0)\n"
+    )
+    np.save(tmp_path / "x.npy", np.ones((2, 2, 5, 64), np.float16))
+    runner, pages = CliRunner(), tmp_path / "cache.pages"
+    model = str(tmp_path / "write.onnx")
+    assert not runner.invoke(app, ["compile", f"{tmp_path}/write.py:write", "-o", model]).exit_code
+    for page in (0, 1):
+        arguments = ["run", model, "--input", f"page={page}", "--input", f"x={tmp_path}/x.npy"]
+        arguments += ["--cache", f"cache={pages}"] if page else []
+        done = runner.invoke(app, [*arguments, "--save", f"cache={pages}"])
+        assert done.exit_code == 0 and "(is cache)" in done.output, done.output
+    saved = PagedCache.load(pages)
+    assert [saved.page(p).fill for p in saved] == [5, 5]
+    done = runner.invoke(app, [*arguments, "--json"])
+    assert json.loads(done.output)["results"]["updated_cache"]["pages"] == [0, 1]
+    done = runner.invoke(app, [*arguments, "--save", f"cache={tmp_path}/cache.npy"])
+    assert done.exit_code == 2 and ".pages" in done.output

@@ -17,7 +17,7 @@ from rich.markdown import Markdown
 
 import onnx_inplace
 from onnx_inplace import compiler, page
-from onnx_inplace.cli import adopted, doctor, page_list, planned, report, show, values
+from onnx_inplace.cli import adopted, doctor, page_list, planned, report, results, show, values
 from onnx_inplace.compiler import declarations, errors, loader, recovery, schema
 from onnx_inplace.page import page_facts, page_map
 
@@ -313,12 +313,12 @@ def run(
         typer.Option(
             "--cache",
             metavar="NAME=DIMS",
-            help="batch:1,max_length:64 for zeros, or FILE.npy, which is updated in place.",
+            help="batch:1,max_length:64 for zeros, FILE.npy, updated in place, or FILE.pages.",
         ),
     ] = None,
     saves: Annotated[
         list[str] | None,
-        typer.Option("--save", metavar="NAME=FILE.npy", help="Write a result or a cache."),
+        typer.Option("--save", metavar="NAME=FILE.npy", help="Write a result or a cache (.pages)."),
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="Of onnxruntime and of kernels.")] = 1,
     json_: Json = False,
@@ -341,49 +341,23 @@ def run(
         message = f"{', '.join(arguments)}: no mutable input of {model}"
         raise typer.BadParameter(message, param_hint="--cache")
     roots = {name: root for name, _, root in session.results if root is not None}
-    _check_targets(targets, [*storage, *(name for name, _, _ in session.results)])
-    results = session.run(given, writable=storage)
+    results.check_targets(targets, results.ports(session))
+    outputs = session.run(given, writable=storage)
     for array in storage.values():
         if isinstance(array, np.memmap):
             array.flush()
-    _save({**storage, **dict(results.items())}, targets)
+    results.save({**storage, **dict(outputs.items())}, targets)
     if json_:
-        report.print_json({"ok": True, "results": _results_json(results, roots)})
+        report.print_json({"ok": True, "results": results.to_json(outputs, roots)})
         return
-    for name, array in results.items():
+    for name, array in outputs.items():
         alias = f"  (is {roots[name]})" if name in roots else ""
         print(f"{name}{alias}  {values.describe(array)}")
 
 
 def _storage(session: Any, port: Any, argument: values.CacheArgument | None) -> Any:
     if argument is not None and argument.path is not None:
+        if argument.path.suffix == values.PAGES:
+            return onnx_inplace.PagedCache.load(argument.path)
         return values.typed(values.open_cache(argument), port.dtype)
     return session.allocate(port.name, **(argument.dims if argument is not None else {}))
-
-
-def _check_targets(targets: dict[str, str], known: list[str]) -> None:
-    """Before the run: afterwards caches have changed, and results would be lost."""
-    for name, path in targets.items():
-        if name not in known:
-            message = f"{name} is no result and no cache; there are {', '.join(known)}"
-            raise typer.BadParameter(message, param_hint="--save")
-        if not path.endswith(".npy") or not Path(path).parent.is_dir():
-            message = f"{path} is no .npy file in a folder that exists"
-            raise typer.BadParameter(message, param_hint="--save")
-
-
-def _save(arrays: dict[str, Any], targets: dict[str, str]) -> None:
-    for name, path in targets.items():
-        np.save(path, arrays[name])
-
-
-def _results_json(results: Any, roots: dict[str, str]) -> dict[str, object]:
-    return {
-        name: {
-            "dtype": str(array.dtype),
-            "shape": list(array.shape),
-            "alias_of": roots.get(name),
-            "values": array.tolist() if array.size <= 64 else None,
-        }
-        for name, array in results.items()
-    }

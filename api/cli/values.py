@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 import typer
 
+PAGES = ".pages"
+"""Ends the names of files that hold a paged cache."""
+
 
 @dataclasses.dataclass(frozen=True)
 class CacheArgument:
@@ -55,10 +58,10 @@ def feed(text: str, name: str) -> Any:
 
 
 def cache(text: str, name: str) -> CacheArgument:
-    """Storage: a ``.npy`` file, or ``batch:1,max_length:64``."""
-    if text.endswith(".npy"):
+    """Storage: a ``.npy`` or ``.pages`` file, or ``batch:1,max_length:64``."""
+    if text.endswith((".npy", PAGES)):
         return CacheArgument(name, Path(text), {})
-    form = "neither a .npy file nor DIMENSION:SIZE"
+    form = "neither a .npy or .pages file nor DIMENSION:SIZE"
     return CacheArgument(name, None, sizes(text, "--cache", form, f"{name}: "))
 
 
@@ -122,8 +125,10 @@ def typed(array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, 
     return array
 
 
-def describe(array: np.ndarray[Any, Any], limit: int = 6) -> str:
-    """Type, shape, and a few numbers of an array."""
+def describe(array: Any, limit: int = 6) -> str:
+    """Type, shape, and a few numbers of an array; pages and bytes of a paged cache."""
+    if not isinstance(array, np.ndarray):
+        return repr(array)
     shape = ", ".join(map(str, array.shape))
     flat = array.reshape(-1)
     shown = " ".join(str(x) for x in flat[:limit].tolist())
