@@ -596,6 +596,31 @@ def test_attention_over_a_mixture_of_all_formats() -> None:
     np.testing.assert_allclose(out[0], oracle(cache, pages, length, query[0], 20), atol=2e-5)
 
 
+def test_several_threads_give_what_one_gives() -> None:
+    """Long contexts are split over threads, and joined."""
+    pages, rng = 140, np.random.default_rng(5)
+    cache, table = PagedCache(DIMS, np.float16), np.arange(pages)
+    query = rng.standard_normal((1, 4, 1, D), dtype=np.float32)
+    with session(append).bind(cache=cache) as step:
+        step.run(table=table, values=tokens(pages * PAGE), position=0)
+    for page in range(0, pages, 3):
+        cache.convert(page, "INT8")
+    for page in range(1, pages, 3):
+        cache.convert(page, "INT4")
+    expected = oracle(cache, list(cache), pages * PAGE - 3, query[0])
+
+    @model
+    def whole(
+        cache: Pages, table: INT64["blocks"], query: FLOAT[1, 4, 1, D], length: INT64[()]
+    ) -> FLOAT[1, 4, 1, D]:
+        return kv.PagedAttention(query, cache, table, length)
+
+    with Session(whole, threads=2).bind() as step:
+        for _ in range(6):  # the first ones measure what one thread takes
+            out = step.run(cache=cache, table=table, query=query, length=pages * PAGE - 3)[0]
+            np.testing.assert_allclose(out[0], expected, atol=2e-5)
+
+
 def test_only_tokens_that_were_written_are_read() -> None:
     """Case 52: what was cut off is not seen again."""
     cache = with_pages("FLOAT16", "FLOAT16")
