@@ -15,8 +15,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from onnx_inplace.compiler import agreement
+from onnx_inplace.compiler import agreement, arena_proof, fused_proof
+from onnx_inplace.compiler.arena_proof import Frame
 from onnx_inplace.compiler.errors import PlanError
+from onnx_inplace.compiler.fused import Fused
 from onnx_inplace.compiler.steps import (
     Block,
     Branch,
@@ -40,23 +42,22 @@ def verify(plan: ExecutionPlan, **dims: int) -> None:
     Raises:
         errors.PlanError: with all violations.
     """
-    proof = _Proof(plan)
+    proof = _Proof(plan, plan.block)
     proof.run()
-    if dims:
-        proof.layouts(plan.layout(**dims))
     violations = [*agreement.violations(plan), *proof.violations]
+    if dims:
+        layouts = plan.layout(**dims)
+        violations += arena_proof.violations(plan.values, proof.frames, layouts)
+    filled = proof.seen
+    if plan.fused.block is not None:  # what a run with few rows does instead
+        other = _Proof(plan, plan.fused.block)
+        other.run()
+        violations += other.violations
+        filled = filled | other.seen
+    if len(filled) < len(plan.values):
+        violations.append(f"{len(plan.values) - len(filled)} slots are never filled")
     if violations:
         raise PlanError(violations)
-
-
-@dataclasses.dataclass
-class _Frame:
-    """A block that is being followed: where it stands, and the last reads of its own values."""
-
-    block: Block
-    index: int = -1
-    fills: dict[int, int] = dataclasses.field(default_factory=dict)
-    reads: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -76,13 +77,13 @@ class _State:
 
 
 class _Proof:
-    def __init__(self, plan: ExecutionPlan):
-        self.plan, self.values = plan, plan.values
+    def __init__(self, plan: ExecutionPlan, block: Block):
+        self.plan, self.values, self.main = plan, plan.values, block
         self.violations: list[str] = []
-        self.stack: list[_Frame] = []
-        self.home: dict[int, _Frame] = {}  # the block that fills a slot
+        self.stack: list[Frame] = []
+        self.home: dict[int, Frame] = {}  # the block that fills a slot
         self.seen: set[int] = set()  # slots that have been filled, anywhere
-        self.frames: list[_Frame] = []  # all blocks, in order of the program
+        self.frames: list[Frame] = []  # all blocks, in order of the program
         self.newest: dict[str, int] = {}
 
     def wrong(self, text: str) -> None:
@@ -104,16 +105,14 @@ class _Proof:
             if i.mutable and version is not None:
                 state.live[i.name] = self.newest[i.name] = version
         self.seen.update(state.owners)
-        self.block(self.plan.block, state, {})
+        self.block(self.main, state, {})
         for output in self.plan.outputs:
             if any(kind == "buffer" for kind, _ in state.owners.get(output.slot, ())):
                 self.wrong(f"output `{output.name}` is a buffer that the next run overwrites")
-        if len(self.seen) < len(self.values):
-            self.wrong(f"{len(self.values) - len(self.seen)} slots are never filled")
 
     def block(self, block: Block, state: _State, formals: Mapping[int, frozenset[_Owner]]) -> None:
         """Follow a block; ``formals`` are filled by the step around it in every round."""
-        frame = _Frame(block)
+        frame = Frame(block)
         self.stack.append(frame)
         self.frames.append(frame)
         for slot, owners in formals.items():
@@ -138,6 +137,8 @@ class _Proof:
                     self.fill(port.slot, frozenset({owner}), state)
             case Kernel():
                 self.kernel(step, state)
+            case Fused():
+                self.fused(step, state)
             case View():
                 owners = self.read(step.source, state)
                 if step.parameter is not None:
@@ -181,6 +182,29 @@ class _Proof:
             if root is not None:
                 written.append(root)
                 self.advance(root, slot, state)
+
+    def fused(self, step: Fused, state: _State) -> None:
+        entering = {}
+        for link in step.inputs:
+            self.read(link.slot, state)
+            root = self.values[link.slot].root
+            if root is not None:
+                entering[link.value] = root
+        found = fused_proof.follow(step, entering)
+        self.violations += found.violations
+        left = set()
+        for link in step.outputs:
+            root = found.root.get(link.value)
+            owner: _Owner = ("new", link.slot) if root is None else ("root", root)
+            if root is None and self.values[link.slot].storage is Storage.BUFFER:
+                owner = ("buffer", link.slot)
+            self.fill(link.slot, frozenset({owner}), state)
+            self.promise(link.slot, root)
+            if root in found.written and link.value in found.live[root]:
+                left.add(root)
+                self.advance(root, link.slot, state)
+        for root in sorted(found.written - left):
+            self.wrong(f"`{root}` is written in a fused step and leaves it under no name")
 
     def branch(self, step: Branch, state: _State) -> None:
         self.read(step.condition, state)
@@ -363,7 +387,7 @@ class _Proof:
             self.wrong(f"version {version} of `{root}` comes after {self.newest[root]}")
         self.newest[root] = max(version, self.newest.get(root, -1))
 
-    def lifetimes(self, frame: _Frame) -> None:
+    def lifetimes(self, frame: Frame) -> None:
         """What the plan says about lives covers what was seen."""
         stated = frame.block.lifetimes
         for slot, index in frame.fills.items():
@@ -374,20 +398,3 @@ class _Proof:
                 self.wrong(f"{self.name(slot)} lives from {index} to {last}, stated {stated[slot]}")
         for slot in stated.keys() - frame.fills.keys():
             self.wrong(f"{self.name(slot)} has a lifetime in a block that does not fill it")
-
-    # -- bytes
-
-    def layouts(self, layouts: Sequence[Mapping[int, tuple[int, int]]]) -> None:
-        """Buffers of one block that share bytes are never alive together."""
-        for frame, layout in zip(self.frames, layouts, strict=True):
-            buffers = {s for s in frame.fills if self.values[s].storage is Storage.BUFFER}
-            if buffers != set(layout):
-                self.wrong(f"the arena has {sorted(layout)}, buffers are {sorted(buffers)}")
-            alive: list[tuple[int, int, int, int]] = []  # last step, begin, end, slot
-            for first, slot in sorted((frame.fills[s], s) for s in buffers & set(layout)):
-                begin, end = layout[slot]
-                alive = [other for other in alive if other[0] >= first]
-                for _, low, high, other in alive:
-                    if max(begin, low) < min(end, high):
-                        self.wrong(f"{self.name(other)} and {self.name(slot)} share bytes")
-                alive.append((frame.reads.get(slot, first), begin, end, slot))
