@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -60,11 +60,12 @@ class Competitor(Protocol):
 class InPlace:
     """This project's decoder."""
 
-    def __init__(self, element: str, threads: int) -> None:
+    def __init__(self, element: str, threads: int, fuse: Literal["auto", "off"] = "auto") -> None:
         """Load it and fill its caches."""
-        self.name = f"in place, {element}"
+        self.name = f"in place, {element}{', fused' if fuse == 'auto' else ''}"
         path = generate.compiled(Precision.FAST, element)
-        self.conversation = generate.Conversation(Session(path, threads=threads), MAX_LENGTH)
+        session = Session(path, threads=threads, fuse=fuse)
+        self.conversation = generate.Conversation(session, MAX_LENGTH)
         random = np.random.default_rng(0)
         for cache in self.conversation.caches:
             cache[:] = random.standard_normal(cache.shape, np.float32) * 0.1
@@ -83,9 +84,11 @@ class InPlace:
         self.read([self.next])
 
 
-def competitors(elements: list[str], threads: int, *, alone: bool) -> list[Competitor]:
-    """Ours, and the peer where it is installed."""
-    found: list[Competitor] = [InPlace(element, threads) for element in elements]
+def competitors(
+    elements: list[str], threads: int, fuse: list[Literal["auto", "off"]], *, alone: bool
+) -> list[Competitor]:
+    """Ours, with fused steps and without, and the peer where it is installed."""
+    found: list[Competitor] = [InPlace(e, threads, how) for e in elements for how in fuse]
     if alone:
         return found
     if importlib.util.find_spec("onnxruntime_genai") is None:
@@ -137,7 +140,7 @@ def overhead(element: str, position: int, tokens: int = 20) -> tuple[float, floa
     A profiler says what native code takes; what a token takes is measured without one, because it
     slows down Python. The best of several turns counts, as others may use the caches of the CPU.
     """
-    ours = InPlace(element, threads=1)
+    ours = InPlace(element, threads=1, fuse="off")
 
     def decode() -> None:
         ours.go_to(position)
@@ -182,6 +185,7 @@ def main() -> None:
     parser.add_argument(
         "--cache", nargs="+", choices=generate.ELEMENTS, default=["float32", "float16"]
     )
+    parser.add_argument("--fuse", nargs="+", choices=["auto", "off"], default=["auto"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--tokens", type=int, default=9, help="a turn, of which the first does not count"
@@ -199,7 +203,7 @@ def main() -> None:
                 )
         return
 
-    all_ = competitors(options.cache, options.threads, alone=options.alone)
+    all_ = competitors(options.cache, options.threads, options.fuse, alone=options.alone)
     print(f"{options.threads} threads; x: times as fast as {all_[-1].name}")
     for position in options.positions:
         show(f"position {position:,}", decode(all_, position, options.rounds, options.tokens), "ms")

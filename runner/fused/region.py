@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import numba
 import numpy as np
 
 from onnx_inplace.compiler import errors
@@ -81,7 +82,10 @@ class Region:
         self._enter = [(slots[index], array) for index, array in entering.items()]
         self._bounds = _merged(b.bounds, slots, b)
         self._moved = _Moved([roots[name] for name in sorted(_named(region))])
-        self._workers, self._control = b.threads, b.control
+        self._workers = min(
+            b.threads, numba.config.NUMBA_NUM_THREADS
+        )  # who cannot come is not awaited
+        self._control = b.control
         self._control_at = address(self._control)
         self._policy = threads.Policy()
         self._run = interpreter.run.ready()
