@@ -1,6 +1,9 @@
 """Paged caches in the language and in files: types, what is refused, what a file says."""
 
+import os
 import re
+import subprocess
+import sys
 
 import google.protobuf.text_format
 import numpy as np
@@ -762,3 +765,44 @@ def test_memory_counts_new_pages_and_names_those_that_are_there():
     formula = plan(decode).memory().pages
     [n] = formula.free_symbols
     assert formula.subs(n, 40) == 3 * size and formula.subs(n, 1) == size
+
+
+SOURCE = """
+import hashlib
+from onnx_inplace import formats
+from onnx_inplace.dsl import FLOAT16, INT64, Alias, Mutable, Paged, SparsePaged, kv, model
+
+Page = FLOAT16[2, "heads", 32, 64]
+One, Any = Paged[Page, formats.INT2, formats.INT8, formats.FLOAT16], SparsePaged[Page]
+
+
+@model
+def write(
+    caches: Mutable[tuple[One, Any]], x: FLOAT16[2, "heads", "n", 64], t: INT64[()]
+) -> Alias["caches"]:
+    one, other = caches
+    for k in range(t):
+        if k > 1:
+            one = kv.PagedCacheUpdate(one, k, x, t, quantized_type="INT8")
+        other = kv.PagedCacheConvert(other, k, quantized_type="INT4")
+    return one, other
+
+
+print(hashlib.sha256(write.serialized).hexdigest())
+"""
+
+
+def test_the_same_source_gives_the_same_bytes(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(SOURCE)
+    digests = {
+        subprocess.run(
+            [sys.executable, str(path)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "31")
+    }
+    assert len(digests) == 1 and len(digests.pop()) == 65
