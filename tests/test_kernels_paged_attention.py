@@ -17,7 +17,7 @@ SHAPES = [(2, 1, 64, 64), (2, 4, 64, 64), (1, 3, 32, 96), (2, 2, 128, 80), (1, 5
 
 
 def fill(rng, names, dims, lengths, order=None, page_formats=None):
-    """Pages of these formats in rows of a block table, and NaN where no token is valid (CASES 52)."""
+    """Pages of these formats in rows of a block table, NaN beyond what is valid (CASES 52)."""
     table = Table(dims, names, page_formats)
     pages = len(names) // len(lengths)
     order = np.arange(len(names)) if order is None else order
