@@ -8,6 +8,7 @@ import browser
 import file_programs
 import onnx
 import pytest
+from decoders import Shape, decoder
 from onnx import helper
 
 from onnx_inplace import compiler, errors, formats, page
@@ -252,6 +253,16 @@ def test_pages_are_storage_too() -> None:
     assert all(note.text.split(" (`")[0].replace("`", "") in said for note in plan.conditions)
     added = browser.text(browser.by_id(document, "notes-pages"))
     assert plan.new_pages and all(str(new).replace("`", "") in added for new in plan.new_pages)
+
+
+def test_what_runs_with_few_rows_do_is_said() -> None:
+    plan = compiler.plan(decoder(Shape()))
+    (region,) = plan.fused.regions
+    said = browser.text(browser.by_id(read(plan, {}), "fused"))
+    assert (
+        said == f"Runs with at most 4 rows compute {region.nodes} of the nodes below in one call."
+    )
+    assert not [p for p in read(*planned("plain")).iter("p") if p.get("id") == "fused"]
 
 
 def test_one_plan_gives_one_page() -> None:

@@ -59,7 +59,7 @@ def render(plan: steps.ExecutionPlan, path: str, dims: Mapping[str, int]) -> str
         conditions.section(plan, len(rows)),
         memory.section(plan, rows, given),
         storage.section(storages),
-        listing.section(program, held),
+        listing.section(program, held, plan.fused),
         id="main",
     )
     body = e("body", _skip(), _header(plan, rows, name, given), _bar(), main, _script())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from xml.etree.ElementTree import Element
 
+from onnx_inplace.compiler.fused import ROWS, Fusion
 from onnx_inplace.compiler.moments import Moment
 from onnx_inplace.page import folding
 from onnx_inplace.page.facts import Entry, Group, Kind, Part, Ref, Row, rows
@@ -22,8 +23,8 @@ _WORDS = {
 }
 
 
-def section(program: Part, held: Held) -> Element:
-    """All steps; ``held``: bytes in use, by place."""
+def section(program: Part, held: Held, fused: Fusion) -> Element:
+    """All steps; ``held``: bytes in use, by place; ``fused``: what few rows take instead."""
     head = e(
         "div",
         [e("span", title) for title in ("Step", "Operation", "Makes", "Reads", "Held", "Source")],
@@ -32,7 +33,16 @@ def section(program: Part, held: Held) -> Element:
     )
     text = "One run, from top to bottom. Every read stands before the write that ends its version."
     steps = e("div", head, _list(program.entries, held, 0), class_="steps")
-    return e("section", e("h2", "Steps"), e("p", text), steps, id="steps")
+    return e("section", e("h2", "Steps"), e("p", text), _fused(fused), steps, id="steps")
+
+
+def _fused(fused: Fusion) -> Element | None:
+    if not fused.regions:
+        return None
+    nodes = sum(region.nodes for region in fused.regions)
+    calls = "one call" if len(fused.regions) == 1 else f"{len(fused.regions)} calls"
+    text = f"Runs with at most {ROWS} rows compute {nodes} of the nodes below in {calls}."
+    return e("p", text, class_="note", id="fused")
 
 
 def _list(entries: Iterable[Entry], held: Held, depth: int) -> Element:
