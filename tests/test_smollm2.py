@@ -11,6 +11,8 @@ import generate
 import gguf
 import numpy as np
 import onnxruntime
+import paged
+import paged_decoder
 import pytest
 import smollm2_reference
 import tokenizer
@@ -20,6 +22,7 @@ from decoder import Precision
 from tokenizers import Tokenizer
 
 from onnx_inplace import Session
+from onnx_inplace.runner.policy import ByAge, Tier
 
 pytestmark = pytest.mark.model
 
@@ -70,7 +73,9 @@ def expected_logits(
 
 
 def teacher_forced(
-    conversation: generate.Conversation, prompt: list[int], tokens: list[int]
+    conversation: generate.Conversation | paged.PagedConversation,
+    prompt: list[int],
+    tokens: list[int],
 ) -> np.ndarray:
     """Logits after the prompt and after each of the given tokens."""
     steps = [prompt, *([token] for token in tokens)]
@@ -105,6 +110,35 @@ def test_fast_mode_stays_close(element, reference, text, load) -> None:
     expected, logits = expected_logits(reference, prompt, 40)
     conversation = generate.Conversation(load(Precision.FAST, element), 128)
     assert divergence(logits, teacher_forced(conversation, prompt, expected)) < 0.02
+
+
+def test_pages_say_what_numpy_says(reference, text, load) -> None:
+    """In 32 bits, to the token; old pages in fewer bits stay close, and are far smaller."""
+    prompt = text.encode(tokenizer.first_turn(SEA)).ids
+    expected, logits = expected_logits(reference, prompt, 110)
+    session = load(Precision.EXACT, generate.PAGED)
+
+    plain = paged.PagedConversation(session, 300, tiers=None, first_format="FLOAT32")
+    assert list(plain.generate(prompt, 31)) == expected[:31]
+    plain.sequence.truncate(0)
+    forced = teacher_forced(plain, prompt, expected[:31])
+    np.testing.assert_allclose(forced, logits[:32], atol=2e-3)
+
+    short = [Tier("FLOAT16", tokens=32), Tier("INT8", tokens=32), Tier("INT4")]
+    tiers = paged.PagedConversation(session, 300, tiers=ByAge(short, first=1))
+    assert divergence(logits, teacher_forced(tiers, prompt, expected)) < 0.02
+    assert set(tiers.formats()) == {"FLOAT16", "INT8", "INT4"}
+    assert sum(cache.nbytes for cache in tiers.caches) < 0.8 * tiers.pool.pages.used * (
+        tiers.pool.pages.new_bytes()
+    )
+
+
+def test_pages_are_allocated_when_they_fill(text, load) -> None:
+    conversation = paged.PagedConversation(load(Precision.EXACT, generate.PAGED), 300, tiers=None)
+    assert sum(cache.nbytes for cache in conversation.caches) == 0
+    conversation.run(text.encode("The sea is a large body of water").ids)
+    used = -(-conversation.length // paged_decoder.PAGE_SIZE)
+    assert [len(cache) for cache in conversation.caches] == [used] * SMOLLM2_135M.layers
 
 
 def test_a_prompt_may_come_in_pieces(text, load) -> None:

@@ -2,6 +2,7 @@
 
 python tutorials/smollm2/chat.py
 python tutorials/smollm2/chat.py --once "What is the capital of France?"
+python tutorials/smollm2/chat.py --cache paged
 """
 
 import argparse
@@ -10,8 +11,9 @@ import tokenizer
 import weights
 from config import SMOLLM2_135M
 from decoder import Precision
-from generate import ELEMENTS, Conversation, compiled
+from generate import ELEMENTS, PAGED, Conversation, compiled
 from measured import Measured
+from paged import PagedConversation
 from tokenizers import Tokenizer
 
 from onnx_inplace import Session, errors
@@ -21,9 +23,12 @@ def main() -> None:
     """Ask, answer, and report."""
     options = arguments()
     precision = Precision.FAST if options.fast else Precision.EXACT
-    print(f"SmolLM2-135M, {precision.name.lower()}, caches of {options.cache}")
+    caches = "in pages" if options.cache == PAGED else f"of {options.cache}"
+    print(f"SmolLM2-135M, {precision.name.lower()}, caches {caches}")
     text = tokenizer.read(weights.gguf_path())
-    conversation = Measured(Session(compiled(precision, options.cache)), options.max_length)
+    kind = PagedConversation if options.cache == PAGED else Conversation
+    session = Session(compiled(precision, options.cache))
+    conversation = Measured(kind(session, options.max_length))
     try:
         if options.once:
             print(f"> {options.once}")
@@ -31,13 +36,13 @@ def main() -> None:
             print(f"\n{conversation.report()}")
         else:
             chat(conversation, text, options.limit)
-    except errors.CapacityError as error:
-        print(f"\nThe caches are full: {error.capacity:,} tokens (--max-length).")
+    except (errors.CapacityError, errors.PoolTooSmall):
+        print(f"\nThe caches are full: {options.max_length:,} tokens (--max-length).")
     except (EOFError, KeyboardInterrupt):
         print()
 
 
-def chat(conversation: Conversation, text: Tokenizer, limit: int) -> None:
+def chat(conversation: Measured, text: Tokenizer, limit: int) -> None:
     """One question after the other, all in the same caches."""
     turn = tokenizer.first_turn
     while True:
@@ -45,7 +50,7 @@ def chat(conversation: Conversation, text: Tokenizer, limit: int) -> None:
         turn = tokenizer.next_turn
 
 
-def answer(conversation: Conversation, text: Tokenizer, prompt: str, limit: int) -> None:
+def answer(conversation: Measured, text: Tokenizer, prompt: str, limit: int) -> None:
     """Print an answer while it comes into being."""
     end = text.token_to_id(tokenizer.END)
     tokens = conversation.generate(text.encode(prompt).ids, limit, end)
@@ -66,7 +71,10 @@ def arguments() -> argparse.Namespace:
         help="round the inputs of matrices to 8 bits: faster, less exact",
     )
     parser.add_argument(
-        "--cache", choices=ELEMENTS, default="float32", help="element type of the caches"
+        "--cache",
+        choices=[*ELEMENTS, PAGED],
+        default="float32",
+        help="element type of the caches, or pages that are stored in fewer bits as they age",
     )
     parser.add_argument("--max-length", type=int, default=2048, help="tokens that the caches hold")
     parser.add_argument("--limit", type=int, default=256, help="tokens of an answer, at most")

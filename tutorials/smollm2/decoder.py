@@ -90,11 +90,47 @@ def angles(config: Config) -> dict[str, NDArray[np.float32]]:
     return {"cos": np.cos(angle).astype(np.float32), "sin": np.sin(angle).astype(np.float32)}
 
 
+def rotations(tokens: Tensor, position: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for ``tokens``, the first of which stands at ``position``."""
+    end = position + op.Shape(tokens)[1]
+    places = op.Reshape(op.Range(position, end, 1), op.Shape(tokens))
+    cos, sin = (op.Gather(weight(table, name), places) for name, table in angles(config).items())
+    return cos, sin
+
+
+def project(
+    x: Tensor,
+    layer: Layer,
+    turn: tuple[Tensor, Tensor],
+    config: Config,
+    precision: Precision,
+    element: type[FLOAT] | type[FLOAT16],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of the new tokens, [1, heads, new_length, size]."""
+    heads, kv_heads, size = config.heads, config.kv_heads, config.head_size
+    h = linear(norm(x, layer.attention_norm, config), layer.query_key_value, precision)
+    h = op.Reshape(h, [0, 0, heads + 2 * kv_heads, size])
+    h = op.Transpose(h, perm=[0, 2, 1, 3])
+    turned, value = op.Split(h, [heads + kv_heads, kv_heads], axis=1)
+    turned = op.RotaryEmbedding(turned, *turn, interleaved=1)
+    turned, value = op.Cast(turned, to=element.dtype), op.Cast(value, to=element.dtype)
+    query, key = op.Split(turned, [heads, kv_heads], axis=1)
+    return query, key, value
+
+
+def conclude(x: Tensor, h: Tensor, layer: Layer, config: Config, precision: Precision) -> Tensor:
+    """What a layer adds to ``x``, when its attention has given ``h``."""
+    h = op.Transpose(h, perm=[0, 2, 1, 3])
+    h = op.Reshape(h, [0, 0, config.heads * config.head_size])
+    x = x + linear(h, layer.attention_output, precision)
+    return x + feed_forward(norm(x, layer.feed_forward_norm, config), layer, precision)
+
+
 def decoder(
     config: Config, weights: Weights, precision: Precision, element: type[FLOAT] | type[FLOAT16]
 ) -> Program:
     """One program for the prompt and for each token after it, with caches of type ``element``."""
-    heads, kv_heads, size = config.heads, config.kv_heads, config.head_size
+    kv_heads, size = config.kv_heads, config.head_size
     Cache = Mutable[element[1, kv_heads, "max_length", size]]
     Caches = tuple[(Cache,) * config.layers]
 
@@ -105,22 +141,12 @@ def decoder(
         """Logits after the last of ``tokens``, the first of which stands at ``position``."""
         end = position + op.Shape(tokens)[1]
         length = op.Reshape(end, [1])
-        places = op.Reshape(op.Range(position, end, 1), op.Shape(tokens))
-        cos, sin = (
-            op.Gather(weight(table, name), places) for name, table in angles(config).items()
-        )
+        turn = rotations(tokens, position, config)
 
         x = op.Gather(weight(weights.embedding, "embedding"), tokens)
         updated_keys, updated_values = [], []
         for layer, old_keys, old_values in zip(weights.layers, keys, values, strict=True):
-            # Queries, keys and values of the new tokens, [1, heads, new_length, size].
-            h = linear(norm(x, layer.attention_norm, config), layer.query_key_value, precision)
-            h = op.Reshape(h, [0, 0, heads + 2 * kv_heads, size])
-            h = op.Transpose(h, perm=[0, 2, 1, 3])
-            turned, value = op.Split(h, [heads + kv_heads, kv_heads], axis=1)
-            turned = op.RotaryEmbedding(turned, cos, sin, interleaved=1)
-            turned, value = op.Cast(turned, to=element.dtype), op.Cast(value, to=element.dtype)
-            query, key = op.Split(turned, [heads, kv_heads], axis=1)
+            query, key, value = project(x, layer, turn, config, precision, element)
 
             # Keys and values join those of the earlier tokens; the queries look up all of them.
             new_keys = kv.CacheUpdate(old_keys, key, position)
@@ -128,11 +154,7 @@ def decoder(
             h = op.Attention(query, new_keys, new_values, nonpad_kv_seqlen=length, is_causal=1)
             updated_keys.append(new_keys)
             updated_values.append(new_values)
-
-            h = op.Transpose(op.Cast(h, to=FLOAT.dtype), perm=[0, 2, 1, 3])
-            h = op.Reshape(h, [0, 0, heads * size])
-            x = x + linear(h, layer.attention_output, precision)
-            x = x + feed_forward(norm(x, layer.feed_forward_norm, config), layer, precision)
+            x = conclude(x, op.Cast(h, to=FLOAT.dtype), layer, config, precision)
 
         logits = head(norm(x[:, -1], weights.norm, config), weights, precision)
         return logits, updated_keys, updated_values

@@ -1,6 +1,6 @@
 """From a compiled decoder to tokens: load it once, lend it caches, ask for the next token."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,25 +9,47 @@ import weights
 from config import SMOLLM2_135M
 from decoder import Precision, decoder
 from numpy.typing import NDArray
+from paged_decoder import paged_decoder
 
 from onnx_inplace import Session
 from onnx_inplace.dsl import FLOAT, FLOAT16
 from onnx_inplace.runner.outputs import Outputs
 
 ELEMENTS = {"float32": FLOAT, "float16": FLOAT16}
+PAGED = "paged"
 SOURCES = Path(__file__).parent
 FOLDER = SOURCES.parents[1] / "build" / "smollm2"
 
 
 def compiled(precision: Precision, element: str, folder: Path = FOLDER) -> Path:
-    """The decoder as a file, compiled when it is missing or older than these sources."""
+    """The decoder as a file, compiled when it is missing or older than these sources.
+
+    Its caches have elements of type ``element``; or pages, where that is ``PAGED``.
+    """
     path = folder / f"{precision.name.lower()}-{element}.onnx"
     changed = max(source.stat().st_mtime for source in SOURCES.glob("*.py"))
     if not path.exists() or path.stat().st_mtime < changed:
         folder.mkdir(parents=True, exist_ok=True)
         content = weights.read(SMOLLM2_135M, weights.gguf_path())
-        decoder(SMOLLM2_135M, content, precision, ELEMENTS[element]).save(path)
+        if element == PAGED:
+            program = paged_decoder(SMOLLM2_135M, content, precision)
+        else:
+            program = decoder(SMOLLM2_135M, content, precision, ELEMENTS[element])
+        program.save(path)
     return path
+
+
+def continuation(
+    run: Callable[[Sequence[int]], Outputs], prompt: Sequence[int], limit: int, end: int | None
+) -> Iterator[int]:
+    """The most likely tokens after ``prompt``: ``limit`` of them, or up to ``end``."""
+    logits = run(prompt)["logits"]
+    for _ in range(limit):
+        token = int(logits.argmax())
+        if token == end:
+            return
+        yield token
+        logits = run([token])["logits"]
 
 
 class Conversation:
@@ -57,11 +79,5 @@ class Conversation:
         return outputs
 
     def generate(self, prompt: Sequence[int], limit: int, end: int | None = None) -> Iterator[int]:
-        """The most likely tokens after ``prompt``: ``limit`` of them, or up to ``end``."""
-        logits = self.run(prompt)["logits"]
-        for _ in range(limit):
-            token = int(logits.argmax())
-            if token == end:
-                return
-            yield token
-            logits = self.run([token])["logits"]
+        """See ``continuation``."""
+        return continuation(self.run, prompt, limit, end)
