@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from fused import run
 
 from onnx_inplace.numba_kernels.floats import floats
 from onnx_inplace.numba_kernels.fused import barrier, elementwise, interpreter, kernel
-from onnx_inplace.numba_kernels.fused.elementwise import One, Two
+from onnx_inplace.numba_kernels.fused.elementwise import Two
 from onnx_inplace.numba_kernels.memory import address as at
 from onnx_inplace.numba_kernels.memory import fetch_add, on_demand, store_int64
 from onnx_inplace.numba_kernels.memory import kernel as compiled_kernel
@@ -132,23 +133,27 @@ def test_two_runs_at_a_time_do_not_meet():
     assert results == [True] * 3
 
 
-def test_waiting_is_reported_when_a_thread_comes_late():
-    """The second instruction of the first thread takes long: the other one says how long."""
-    x = np.ones(1 << 22, np.float32)
-    slow = (elementwise.unary, elementwise.Unary(One.TANH, at(x), at(x), x.size), interpreter.FIRST)
-    meet = (elementwise.unary, elementwise.Unary(One.IDENTITY, at(x), at(x), 1))
-    for _ in range(20):
-        waited = run([slow, slow, meet], 2)
-        if waited > 1_000_000:
-            break
-    assert waited > 1_000_000  # of some ms, where both got a core
-
-
 @on_demand("int64(int64,int64)")
-def _meet_alone(state, threads):
+def _meet(state, threads):
     barrier.meet(state, threads)
     return 1
 
 
+def test_waiting_is_reported_when_a_thread_comes_late():
+    """Whether it computes or gets no core: the other one says how long."""
+    state, meet = interpreter.control(), _meet.ready()
+
+    def come_late():
+        time.sleep(0.02)
+        meet(at(state), 2)
+
+    late = threading.Thread(target=come_late)
+    late.start()
+    meet(at(state), 2)
+    late.join()
+    assert state[barrier.WAITED // 8] > 5_000_000
+    assert state[barrier.GENERATION // 8] == 1 and state[barrier.ARRIVED // 8] == 0
+
+
 def test_one_thread_meets_nobody():
-    assert _meet_alone.ready()(0, 1) == 1  # a state at address 0 could not be read
+    assert _meet.ready()(0, 1) == 1  # a state at address 0 could not be read
