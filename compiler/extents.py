@@ -147,7 +147,7 @@ class Extents:
 
     def integer(self, value: ir.Value | None) -> Size | None:
         """The one integer that a value holds, where a run's dimensions fix it."""
-        if value is None:
+        if value is None or _is_float(value):
             return None
         return self._numbers[value] if value in self._numbers else self._integer(value)
 
@@ -182,6 +182,8 @@ class Extents:
 
     def affine(self, value: ir.Value) -> tuple[ir.Value, Size] | None:
         """``value`` as an integer graph input plus one number, element by element."""
+        if _is_float(value):
+            return None
         return self._offsets[value] if value in self._offsets else self._affine(value)
 
     def _affine(self, value: ir.Value) -> tuple[ir.Value, Size] | None:
@@ -219,6 +221,11 @@ def _to_int64(node: ir.Node) -> bool:
     source = node.inputs[0]
     to_int64 = node.attributes["to"].as_int() == ir.DataType.INT64
     return to_int64 and source is not None and source.dtype in _INTEGERS
+
+
+def _is_float(value: ir.Value) -> bool:
+    """Whether a value surely holds no integers: a chain of such is as long as a model is deep."""
+    return value.dtype is not None and value.dtype.is_floating_point()
 
 
 def _merge(first: Partial | None, second: Partial | None) -> Partial | None:

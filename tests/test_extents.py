@@ -195,6 +195,13 @@ def test_what_a_scan_stacks_has_one_element_a_round() -> None:
     assert found.partial(values["ys"]) == (3, "t")
 
 
+def test_a_long_chain_of_floats_is_asked_for_no_integer() -> None:
+    steps = "\n".join(f"x{k + 1} = Add (x{k}, x{k})" for k in range(3000))
+    found, values = extents(f"g (float[n] x0) => (float y) {{\n{steps}\ny = Identity (x3000)\n}}")
+    assert found.integer(values["y"]) is None and found.integers(values["y"]) is None
+    assert found.affine(values["y"]) is None
+
+
 def test_what_depends_on_data_is_not_known() -> None:
     found, values = extents(
         """g (float[n] x, bool[n] mask, int64[1] k) => (float y) {
