@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import decoders
 import file_programs
 import ml_dtypes
 import numpy as np
@@ -449,3 +450,12 @@ def test_facts_have_one_form() -> None:
     """What ``check --json`` prints is what stands in the file."""
     declared = declarations.of_model(file_programs.loop.proto, ())
     assert declared.outputs == {"updated_cache": "cache", "updated_other": "other"}
+
+
+def test_plan_says_what_is_fused_and_why_not(folder: Path) -> None:
+    decoders.decoder(decoders.Shape(layers=1)).save("decoder.onnx")
+    assert "nodes in one call each, while 1, new_length are at most 4" in ok("plan", "decoder.onnx")
+    content = json.loads(ok("plan", "decoder.onnx", "--json"))["fused"]
+    assert content["nodes"][0] > 30 and content["rows"] == ["1", "new_length"]
+    assert content["refusals"] == []
+    assert json.loads(ok("plan", "loop.onnx", "--json"))["fused"]["nodes"] == []

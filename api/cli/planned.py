@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from onnx_inplace.compiler import notes, steps
-from onnx_inplace.compiler.fused import Fused
+from onnx_inplace.compiler.fused import ROWS, Fused
 from onnx_inplace.compiler.memory import Bytes, Memory
 from onnx_inplace.compiler.new_pages import NewPages
 
@@ -38,6 +38,19 @@ def render(plan: steps.ExecutionPlan, path: str, dims: Mapping[str, int], thread
         console.print(Text.assemble((title, "bold"), ": none" if not found else ":"))
         for note in found:
             console.print(Text(f"  {note}").append_text(_place(note.location)))
+    console.print(Text.assemble(('fused, with fuse="auto"', "bold"), f": {_fused(plan)}"))
+    for refusal in plan.fused.refusals:
+        console.print(Text(f"  not {refusal}").append_text(_place(refusal.location)))
+
+
+def _fused(plan: steps.ExecutionPlan) -> str:
+    """What runs in one call each, and when."""
+    regions = plan.fused.regions
+    if not regions:
+        return "nothing"
+    nodes = ", ".join(str(region.nodes) for region in regions)
+    rows = ", ".join(str(size) for size in plan.fused.rows)
+    return f"{nodes} nodes in one call each, while {rows} are at most {ROWS}"
 
 
 def to_json(plan: steps.ExecutionPlan, dims: Mapping[str, int], threads: int) -> dict[str, object]:
@@ -53,7 +66,12 @@ def to_json(plan: steps.ExecutionPlan, dims: Mapping[str, int], threads: int) ->
     sizes = {name: _json(getattr(memory, name)) for name, _, _ in _PARTS}
     lists = {"unknown": list(memory.unknown), "estimates": list(memory.estimates)}
     counted = {**sizes, "weights_in": dict(memory.weights_in), **lists}
-    return {"ok": True, "steps": lines, "memory": counted, **texts}
+    fused = {
+        "nodes": [region.nodes for region in plan.fused.regions],
+        "rows": [str(size) for size in plan.fused.rows],
+        "refusals": [str(refusal) for refusal in plan.fused.refusals],
+    }
+    return {"ok": True, "steps": lines, "memory": counted, **texts, "fused": fused}
 
 
 _PARTS = (
