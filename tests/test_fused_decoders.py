@@ -9,6 +9,7 @@ import pytest
 from decoders import Shape, decoder
 
 from onnx_inplace import Session, compiler
+from onnx_inplace.compiler import errors
 
 pytestmark = pytest.mark.kernel
 
@@ -72,3 +73,19 @@ def test_threads_do_not_change_a_result():
     one, _, _ = decode(program, shape, "auto", pieces=[1] * 20)
     two, _, _ = decode(program, shape, "auto", pieces=[1] * 20, threads=2)
     np.testing.assert_allclose(one, two, atol=1e-5 * np.abs(one).max(), rtol=0)
+
+
+def test_what_a_fused_run_refuses_has_written_nothing():
+    shape = Shape(layers=1)
+    session = Session(decoder(shape), fuse="auto")
+    caches = {p.name: session.allocate(p.name, max_length=8) for p in session.mutable_inputs}
+    with session.bind(**caches) as step:
+        step.run(tokens=[[1]], position=0)
+        before = {name: cache.tobytes() for name, cache in caches.items()}
+        with pytest.raises(errors.CapacityError):
+            step.run(tokens=[[1]], position=8)
+        with pytest.raises(errors.OperatorError):
+            step.run(tokens=[[shape.vocabulary]], position=1)
+        assert {name: cache.tobytes() for name, cache in caches.items()} == before
+        step.run(tokens=[[2]], position=1)  # neither left the binding dirty
+        assert all(run.frame.fused for run in step._execution._frames.values())
