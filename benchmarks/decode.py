@@ -16,6 +16,7 @@ import argparse
 import cProfile
 import importlib
 import importlib.util
+import itertools
 import os
 import pstats
 import statistics
@@ -134,13 +135,15 @@ def prefill(all_: list[Competitor], rounds: int) -> dict[str, float]:
     return {name: PROMPT / statistics.median(spent) for name, spent in times.items()}
 
 
-def overhead(element: str, position: int, tokens: int = 20) -> tuple[float, float]:
+def overhead(
+    element: str, position: int, fuse: Literal["auto", "off"], tokens: int = 20
+) -> tuple[float, float]:
     """CPU ms a token, and those outside of onnxruntime and kernels, on one thread.
 
     A profiler says what native code takes; what a token takes is measured without one, because it
     slows down Python. The best of several turns counts, as others may use the caches of the CPU.
     """
-    ours = InPlace(element, threads=1, fuse="off")
+    ours = InPlace(element, threads=1, fuse=fuse)
 
     def decode() -> None:
         ours.go_to(position)
@@ -165,7 +168,7 @@ def native_seconds(profile: cProfile.Profile) -> float:
         own
         for (file, _, name), (_, _, own, _, _) in pstats.Stats(profile).stats.items()
         if "run_with_iobinding" in name
-        or (Path(file).parent.name == "numba_kernels" and Path(file).stem != "memory")
+        or ("numba_kernels" in Path(file).parts and Path(file).stem != "memory")
     )
 
 
@@ -194,13 +197,13 @@ def main() -> None:
     parser.add_argument("--overhead", action="store_true", help="only what the runner takes")
     options = parser.parse_args()
     if options.overhead:
-        for element in options.cache:
-            for position in options.positions:
-                whole, python = overhead(element, position)
-                print(
-                    f"{element}, position {position:,}: {whole:.2f} ms a token on one thread, "
-                    f"{python:.2f} outside of onnxruntime and kernels ({python / whole:.1%})"
-                )
+        cases = itertools.product(options.cache, options.fuse, options.positions)
+        for element, fuse, position in cases:
+            whole, python = overhead(element, position, fuse)
+            print(
+                f"{element}, fuse={fuse}, position {position:,}: {whole:.2f} ms a token on one "
+                f"thread, {python:.2f} outside of onnxruntime and kernels ({python / whole:.1%})"
+            )
         return
 
     all_ = competitors(options.cache, options.threads, options.fuse, alone=options.alone)

@@ -43,9 +43,16 @@ class PageFacts:
     whole: frozenset[str]
 
     def may_become(self, format: str) -> bool:
-        """Whether the page can be stored so, and is smaller then."""
+        """Whether the page can be stored so, and is smaller then.
+
+        Raises:
+            ValueError: the cache allows no such format.
+        """
         size = self.sizes.get(format)
-        return size is not None and size < self.nbytes and (self.full or format not in self.whole)
+        if size is None:
+            known = ", ".join(self.sizes)
+            raise ValueError(f"a policy names the page format {format}; allowed are {known}")
+        return size < self.nbytes and (self.full or format not in self.whole)
 
 
 class Policy(Protocol):
@@ -205,10 +212,16 @@ def apply(policy: Policy | ByLayer, target: SequencePool | PagedCache) -> Report
         target: a pool; or a cache of one text, whose pages are in order of their ids.
 
     Raises:
+        ValueError: a cache does not allow a format that the policy names, or no cache has a name
+            that it names.
         errors.BindingInUse: a run is going on.
         MemoryError: the system has no room for a page; those before it are converted.
     """
     caches = target.caches if isinstance(target, SequencePool) else (target,)
+    if isinstance(policy, ByLayer):
+        unknown = set(policy.policies) - {cache.name for cache in caches}
+        if unknown:
+            raise ValueError(f"a policy names {sorted(unknown)}, and there is no such cache")
     before = sum(cache.nbytes for cache in caches)
     converted: dict[str, Mapping[int, str]] = {}
     for cache in caches:

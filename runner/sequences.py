@@ -240,7 +240,7 @@ class SequencePool:
         """Write caches, sequences and known prefixes into one file (``checkpoint.save``).
 
         Raises:
-            ValueError: two caches have one name.
+            ValueError: two caches have one name; pages were freed or shared past the pool.
             errors.PageError: a sequence is being written.
             errors.BindingInUse: a run uses a cache.
             OSError: the file cannot be written; an older one of that name is as it was.
@@ -249,6 +249,7 @@ class SequencePool:
             self._check_rows(self.sequences)
             if len({cache.name for cache in self.caches}) < len(self.caches):
                 raise ValueError("caches that are saved together need names of their own")
+            self._check_owners()
             known, tokens, before = self.prefixes.rows()
             state: dict[str, Any] = {cache.name: cache for cache in self.caches}
             state |= {

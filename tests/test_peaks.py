@@ -20,7 +20,6 @@ from onnx_inplace import compiler
 from onnx_inplace.dsl import FLOAT, FLOAT16
 
 pytestmark = [
-    pytest.mark.kernel,
     pytest.mark.slow,
     pytest.mark.skipif(not allocations.AVAILABLE, reason="needs Linux and a C compiler"),
 ]

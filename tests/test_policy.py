@@ -152,3 +152,12 @@ def test_a_cache_without_sequences_is_one_text() -> None:
 def test_only_the_last_tier_takes_all_the_rest(tiers: list[tuple[str, int | None]]) -> None:
     with pytest.raises(ValueError, match="tier"):
         ByAge(tiers)
+
+
+def test_names_that_nothing_has_are_refused() -> None:
+    a_text(pool := a_pool(), 3)
+    for policy in (ByAge([("INT5", None)]), Within(10, ["INT5"])):
+        with pytest.raises(ValueError, match="INT5"):
+            apply(policy, pool)
+    with pytest.raises(ValueError, match="layer7"):
+        apply(ByLayer({"layer7": ByAge([("INT8", None)])}), pool)

@@ -101,8 +101,11 @@ class Region:
                 continue
             whole, view = roots[root], b.array(link.value)
             self._named.append((link.slot, whole if view.shape == whole.shape else view))
-        found = [_writes(b, o) for o in region.operations]
-        self._writes = [write for write in found if write is not None]
+        writes = [w for o in region.operations if (w := _writes(b, o)) is not None]
+        distinct = {id(w.position): w.position for w in writes if w.position is not None}
+        self._positions = list(distinct.values())
+        places = {key: place for place, key in enumerate(distinct)}
+        self._notes = [(w, places.get(id(w.position))) for w in writes]
 
     @property
     def instructions(self) -> int:
@@ -158,7 +161,14 @@ class Region:
             self._policy.serial_took(work, time.perf_counter() - start)
 
     def _note(self, slots: Slots) -> None:
-        slots[journal.JOURNAL].extend([write.entry() for write in self._writes])
+        """All writes of the region; many layers share one position, which is read once."""
+        positions = [array.tolist() for array in self._positions]
+        slots[journal.JOURNAL].extend(
+            [
+                (write.operation, None if at is None else positions[at], write.length)
+                for write, at in self._notes
+            ]
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -168,11 +178,6 @@ class _Write:
     operation: Operation
     position: Array | None
     length: int | None
-
-    def entry(self) -> journal.Entry:
-        if self.position is None:
-            return self.operation, None, None
-        return self.operation, self.position.tolist(), self.length
 
 
 def _writes(b: Builder, o: Operation) -> _Write | None:
