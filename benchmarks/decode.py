@@ -167,7 +167,7 @@ def native_seconds(profile: cProfile.Profile) -> float:
     return sum(
         own
         for (file, _, name), (_, _, own, _, _) in pstats.Stats(profile).stats.items()
-        if "run_with_iobinding" in name
+        if "onnxruntime" in name
         or ("numba_kernels" in Path(file).parts and Path(file).stem != "memory")
     )
 

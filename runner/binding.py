@@ -255,12 +255,13 @@ class Binding:
         self._checks, self._frame, self._shapes = checks, self._execution.run(shapes), shapes
 
     def _results(self, slots: Slots, given: list[Array]) -> Outputs:
-        session = self._session
+        session, arrays = self._session, self.arrays
         results: list[Array] = []
         for name, slot, root in session.results:
             value = slots[slot]
-            if root is not None:
-                results.append(self._storage_of(name, root, value))
+            if root is not None:  # of each layer: what is as it should be is not looked at further
+                mine = value is arrays[root]
+                results.append(value if mine else self._storage_of(name, root, value))
             elif not isinstance(value, np.ndarray):
                 results.append(value)  # a sequence, made by the library in this run
             elif self._belongs_to_others(value, given) or any(value is other for other in results):
