@@ -89,18 +89,26 @@ class Engine:
     ) -> tuple[Block, Mapping[int, Region]]:
         """The steps of a frame, and its fused steps."""
         fused, ordinary = self._fused, self.plan.block
+        if fused.block is None or not _few(fused.rows, dims):
+            return ordinary, {}
+        threads = min(self._settings.threads, numba.config.NUMBA_NUM_THREADS)
         try:
-            if fused.block is None or any(sizes.evaluate(r, dims) > ROWS for r in fused.rows):
-                return ordinary, {}
-            threads = min(self._settings.threads, numba.config.NUMBA_NUM_THREADS)
             return fused.block, {
                 id(step): region.build(
                     step, dims, roots, self._weights, threads, self._settings.portable
                 )
                 for step in fused.regions
             }
-        except (NotFused, KeyError):
+        except NotFused:
             return ordinary, {}
+
+
+def _few(rows: Sequence[sizes.Size], dims: Mapping[str, int]) -> bool:
+    """Whether all products have few enough rows; not where a dimension is known only in a run."""
+    try:
+        return all(rows_ <= ROWS for rows_ in sizes.numbers(rows, dims))
+    except KeyError:
+        return False
 
 
 class Execution:

@@ -154,16 +154,10 @@ class PagePool:
             self._refuse(count)
             try:
                 return self._try(count, make)
-            except errors.PageBudget as error:
-                if not error.never and self.evict(count):
-                    return self._again(count, make)
-                raise self._of_budget(error, count) from error
-
-    def _again(self, count: int, make: Callable[[PagedCache, int, int], object]) -> list[int]:
-        try:
+            except errors.PoolExhausted:
+                if not self.evict(count):
+                    raise
             return self._try(count, make)
-        except errors.PageBudget as error:
-            raise self._of_budget(error, count) from error
 
     def _try(self, count: int, make: Callable[[PagedCache, int, int], object]) -> list[int]:
         made: list[tuple[PagedCache, int]] = []
@@ -173,11 +167,13 @@ class PagePool:
                 for index, cache in enumerate(self.caches):
                     make(cache, index, page)
                     made.append((cache, page))
-        except BaseException:
+        except BaseException as error:
             for cache, page in made:
                 cache.release(page)
             for page in pages:
                 heapq.heappush(self._free, page)
+            if isinstance(error, errors.PageBudget):
+                raise self._of_budget(error, count) from error
             raise
         return pages
 

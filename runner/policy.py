@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Several
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from onnx_inplace.runner.pages import PagedCache
 from onnx_inplace.runner.sequences import SequencePool
@@ -224,11 +224,12 @@ def apply(policy: Policy | ByLayer, target: SequencePool | PagedCache) -> Report
             raise ValueError(f"a policy names {sorted(unknown)}, and there is no such cache")
     before = sum(cache.nbytes for cache in caches)
     converted: dict[str, Mapping[int, str]] = {}
+    uses = _uses(target)
     for cache in caches:
         mine = _of_layer(policy, cache, len(caches))
         if mine is None:
             continue
-        found = mine.choose(_facts(cache, target))
+        found = mine.choose(_facts(cache, uses))
         for page, name in found.items():
             cache.convert(page, name)
         if found:
@@ -245,27 +246,37 @@ def _of_layer(policy: Policy | ByLayer, cache: PagedCache, caches: int) -> Polic
     return policy
 
 
-def _facts(cache: PagedCache, target: SequencePool | PagedCache) -> list[PageFacts]:
-    """What is known of each page: its youngest use counts."""
-    sizes = {f.name: f.page_bytes(cache.dims) for f in cache.formats}
-    whole = frozenset(f.name for f in cache.formats if not f.appendable)
-    uses: dict[int, tuple[int, int, int]] = {}  # page -> newer tokens, age, place
+class _Use(NamedTuple):
+    """Where a page stands in a text; smaller is younger."""
+
+    newer: int
+    age: int
+    place: int
+
+
+def _uses(target: SequencePool | PagedCache) -> dict[int, _Use]:
+    """The youngest use of each page, the same in all caches of a pool."""
+    uses: dict[int, _Use] = {}
     for pages, length in _texts(target):
         for place, page in enumerate(pages):
-            newer = max(length - (place + 1) * cache.page_size, 0)
-            use = newer, len(pages) - 1 - place, place
+            newer = max(length - (place + 1) * target.page_size, 0)
+            use = _Use(newer, len(pages) - 1 - place, place)
             uses[page] = min(uses.get(page, use), use)
+    return uses
+
+
+def _facts(cache: PagedCache, uses: Mapping[int, _Use]) -> list[PageFacts]:
+    """What is known of the pages that texts use; others wait for a later text."""
+    names = [format.name for format in cache.formats]
+    sizes = dict(zip(names, cache.store.codec.page_bytes, strict=True))
+    whole = frozenset(f.name for f in cache.formats if not f.appendable)
+    table = cache.store.table
     facts = []
-    for page in cache:
-        found = cache.page(page)
-        if page not in uses:
-            continue  # only a later text may use it
-        newer, age, place = uses[page]
-        full = found.fill == cache.page_size
+    for page, use in uses.items():
+        row = cache.store.row(page)
+        name, full = names[table.format[row]], int(table.fill[row]) == cache.page_size
         facts.append(
-            PageFacts(
-                page, place, age, newer, full, found.quantized_type, found.nbytes, sizes, whole
-            )
+            PageFacts(page, use.place, use.age, use.newer, full, name, sizes[name], sizes, whole)
         )
     return facts
 

@@ -198,6 +198,12 @@ def show_(model: ModelPath, json_: Json = False) -> None:
         show.render(listing, str(model))
 
 
+def _check_folder(html: Path | None) -> None:
+    """Refuse a page that could not be written, before the work that fills it."""
+    if html is not None and not html.absolute().parent.is_dir():
+        raise typer.BadParameter(f"{html} is in no folder that exists", param_hint="--html")
+
+
 @app.command("plan")
 @report.reported
 def plan_(
@@ -222,8 +228,7 @@ def plan_(
     """Print the steps of a run, its memory, what copies, what is proved and what a run checks."""
     sizes = {} if dims is None else values.sizes(dims, "--dims")
     limit = None if budget is None else values.amount(budget, "--budget")
-    if html is not None and not html.absolute().parent.is_dir():
-        raise typer.BadParameter(f"{html} is in no folder that exists", param_hint="--html")
+    _check_folder(html)
     plan = compiler.plan(model)
     if limit is not None:
         plan.memory(threads, **sizes).require(limit)
@@ -252,8 +257,7 @@ def pages(
     json_: Json = False,
 ) -> None:
     """Print the pages of a saved state: format, tokens, owners, bytes, and what they have lost."""
-    if html is not None and not html.absolute().parent.is_dir():
-        raise typer.BadParameter(f"{html} is in no folder that exists", param_hint="--html")
+    _check_folder(html)
     caches = page_facts.read(state, error)
     if html is not None:
         html.write_text(page_map.render(caches, str(state)), encoding="utf-8")

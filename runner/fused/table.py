@@ -146,10 +146,7 @@ class Builder:
         shape = self.value(index).shape
         if shape is None:
             raise NotFused(f"the shape of `{self.value(index).name}` is known only in a run")
-        try:
-            return sizes.numbers(shape, self.dims)
-        except KeyError as error:
-            raise NotFused(f"`{self.value(index).name}`: {error} is not known") from None
+        return self._numbers(index, shape)
 
     def integers(self, index: int | None) -> tuple[int, ...] | None:
         """The integers of a parameter; None where the operator leaves it out."""
@@ -158,7 +155,13 @@ class Builder:
         content = self.value(index).content
         if content is None:
             raise NotFused(f"`{self.value(index).name}` is known only in a run")
-        return sizes.numbers(content, self.dims)
+        return self._numbers(index, content)
+
+    def _numbers(self, index: int, found: Sequence[sizes.Size]) -> tuple[int, ...]:
+        try:
+            return sizes.numbers(found, self.dims)
+        except KeyError as error:
+            raise NotFused(f"`{self.value(index).name}`: {error} is not known") from None
 
     def dtype(self, index: int) -> DType:
         """Element type of a value."""

@@ -52,7 +52,8 @@ class PagedConversation:
                 block_table=place.block_table[0],
                 position=place.position[0],
             )
-        if self.tiers is not None:
+        filled = self.length // PAGE_SIZE > (self.length - len(tokens)) // PAGE_SIZE
+        if self.tiers is not None and filled:  # tiers are whole pages
             policy.apply(self.tiers, self.pool)
         return outputs
 
