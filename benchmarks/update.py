@@ -18,7 +18,7 @@ import timing
 from onnx_inplace import Session
 from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, kv, model
 from onnx_inplace.numba_kernels import dense
-from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.numba_kernels.memory import FIELD
 
 HEADS, SIZE = 8, 128
 SMALL, LARGE = 1_024, 131_072  # capacities [tokens]
@@ -101,8 +101,9 @@ def main() -> bool:
     token = SIZE * 4
 
     def kernel(capacity: int) -> Callable[[], object]:
-        to, source = address(caches[capacity]), address(values)
-        return lambda: dense.update(to, source, HEADS, capacity, 1, token, 700)
+        update = dense.update.ready()
+        to, source = id(caches[capacity]) + FIELD, id(values) + FIELD
+        return lambda: update(to, source, HEADS, capacity, 1, token, 700)
 
     def assignment(capacity: int) -> Callable[[], object]:
         cache = caches[capacity]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numba
 import numpy as np
@@ -21,22 +21,7 @@ from numba.extending import intrinsic
 
 from onnx_inplace.numba_kernels import cache
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 _BYTE = ir.IntType(8).as_pointer()
-
-
-def compiled(signature: str, **options: Any) -> Callable[[F], F]:
-    """Compile at definition, for one signature, without the GIL; keep the code on disk."""
-
-    def decorate(function: F) -> F:
-        with cache.kept() as kept:
-            result: F = numba.njit(nogil=True, cache=kept, **options)(function)
-        result.compile(signature)  # type: ignore[attr-defined]
-        result.disable_compile()  # type: ignore[attr-defined]
-        return result
-
-    return decorate
 
 
 class OnDemand:
@@ -57,8 +42,16 @@ class OnDemand:
 
 
 def on_demand(signature: str, **options: Any) -> Callable[[Callable[..., Any]], OnDemand]:
-    """Like :func:`compiled`, at the first call of ``ready()``."""
-    return lambda function: OnDemand(compiled(signature, **options), function)
+    """A function for one signature, without the GIL: ``ready()(...)``."""
+
+    def compile_(function: Callable[..., Any]) -> Any:
+        with cache.kept() as kept:
+            result: Any = numba.njit(nogil=True, cache=kept, **options)(function)
+        result.compile(signature)
+        result.disable_compile()
+        return result
+
+    return lambda function: OnDemand(compile_, function)
 
 
 def kernel(signature: str) -> Callable[[Callable[..., Any]], OnDemand]:

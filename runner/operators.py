@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -43,6 +44,7 @@ def tensor_scatter(step: steps.Kernel, settings: Settings) -> Action:
 def assign(step: steps.Kernel, settings: Settings) -> Action:
     """``Assign(state, value)`` overwrites the whole state."""
     state_slot, value_slot, output, root = _ports(step)
+    overwrite = dense.assign.ready()
 
     def act(slots: Slots) -> None:
         state, value = slots[state_slot], slots[value_slot]
@@ -53,7 +55,7 @@ def assign(step: steps.Kernel, settings: Settings) -> Action:
             )
         if not value.flags.c_contiguous:
             value = np.ascontiguousarray(value)
-        dense.assign(address(state), address(value), state.nbytes)
+        overwrite(address(state), address(value), state.nbytes)
         slots[output] = state
 
     return act
@@ -63,6 +65,8 @@ def cache_reorder(step: steps.Kernel, settings: Settings) -> Action:
     """``CacheReorder(cache, indices)``: ``updated[i] = cache[indices[i]]``, in place."""
     cache_slot, indices_slot, output, root = _ports(step)
     batch_axis: int = step.attributes.get("batch_axis", 0)
+    find_outside, plan_moves = dense.find_outside.ready(), dense.plan_moves.ready()
+    move_rows = dense.move_rows.ready()
 
     def act(slots: Slots) -> None:
         cache = slots[cache_slot]
@@ -71,7 +75,7 @@ def cache_reorder(step: steps.Kernel, settings: Settings) -> Action:
         count = cache.shape[axis]
         if indices.shape != (count,):
             raise errors.StorageMismatch(f"{root}: {list(indices.shape)} indices for {count} rows")
-        wrong = dense.find_outside(address(indices), count, 8, 0, count)
+        wrong = find_outside(address(indices), count, 8, 0, count)
         if wrong >= 0:
             raise errors.CapacityError(root, int(indices[wrong]), 1, count, wrong)
         slots[output] = cache
@@ -79,10 +83,10 @@ def cache_reorder(step: steps.Kernel, settings: Settings) -> Action:
             return
         row = math.prod(cache.shape[axis + 1 :]) * cache.itemsize
         table = np.empty((3 * count + 1, 2), np.int64)
-        moves = dense.plan_moves(address(indices), count, address(table))
+        moves = plan_moves(address(indices), count, address(table))
         workspace = np.empty(min(row, WORKSPACE), np.uint8)
         outer = math.prod(cache.shape[:axis])
-        dense.move_rows(
+        move_rows(
             address(cache),
             outer,
             count,
@@ -148,6 +152,8 @@ def _update(step: steps.Kernel, axis: int, batch_axis: int, circular: bool) -> A
     cache_slot, values_slot, output, root = _ports(step)
     position_slot = step.inputs[2] if len(step.inputs) > 2 else None
     zero = np.zeros((), np.int64)
+    update = (dense.update_circular if circular else dense.update).ready()
+    update_rows = _row_update(circular) if _may_have_rows(step, position_slot) else None
     geometries: dict[tuple[tuple[int, ...], tuple[int, ...]], _Geometry] = {}
 
     def act(slots: Slots) -> None:
@@ -162,7 +168,9 @@ def _update(step: steps.Kernel, axis: int, batch_axis: int, circular: bool) -> A
         if not values.flags.c_contiguous:
             values = np.ascontiguousarray(values)
         if position.ndim and (geometry.batch != 1 or position.shape != (1,)):
-            _update_rows(root, cache, values, position, geometry, circular)
+            if update_rows is None:
+                raise errors.StorageMismatch(f"{root}: {position.ndim} dimensions of a position")
+            update_rows(root, cache, values, position, geometry)
             slots[output] = cache
             return
         start, length, capacity = int(position.item()), geometry.length, geometry.capacity
@@ -170,31 +178,49 @@ def _update(step: steps.Kernel, axis: int, batch_axis: int, circular: bool) -> A
             row = 0 if position.ndim else None
             raise errors.CapacityError(root, start, length, capacity, row)
         if geometry.rows:
-            kernel = dense.update_circular_arrays if circular else dense.update_arrays
             to, source = id(cache) + FIELD, id(values) + FIELD
-            kernel(to, source, geometry.rows, capacity, length, geometry.token, start)
+            update(to, source, geometry.rows, capacity, length, geometry.token, start)
         slots[output] = cache
 
     return act
 
 
-def _update_rows(
-    root: str, cache: Array, values: Array, position: Array, geometry: _Geometry, circular: bool
-) -> None:
-    """Write every row of the batch at its own position."""
-    positions = np.ascontiguousarray(position)
-    capacity, length, batch = geometry.capacity, geometry.length, geometry.batch
-    if positions.shape != (batch,):
-        raise errors.StorageMismatch(f"{root}: positions {list(positions.shape)} for {batch} rows")
-    end = _NO_LIMIT if circular and length <= capacity else capacity - length + 1
-    wrong = dense.find_outside(address(positions), batch, 8, 0, end)
-    if wrong >= 0:
-        raise errors.CapacityError(root, int(positions[wrong]), length, capacity, wrong)
-    if geometry.rows:
-        kernel = dense.update_batch_inside if geometry.inside else dense.update_batch
-        to, source = address(cache), address(values)
-        a, b, c, d, e, f = geometry.sizes
-        kernel(to, source, a, b, c, d, e, f, address(positions), circular)
+def _may_have_rows(step: steps.Kernel, position: int | None) -> bool:
+    """Whether a position of each row may come, as far as is known at load."""
+    if position is None:
+        return False
+    value = step.values.get(position)
+    return value is None or value.shape != ()
+
+
+_RowUpdate = Callable[[str, Array, Array, Array, _Geometry], None]
+
+
+def _row_update(circular: bool) -> _RowUpdate:
+    """Writes every row of a batch at its own position."""
+    find_outside, outside = dense.find_outside.ready(), dense.update_batch.ready()
+    inside = dense.update_batch_inside.ready()
+
+    def update(
+        root: str, cache: Array, values: Array, position: Array, geometry: _Geometry
+    ) -> None:
+        positions = np.ascontiguousarray(position)
+        capacity, length, batch = geometry.capacity, geometry.length, geometry.batch
+        if positions.shape != (batch,):
+            raise errors.StorageMismatch(
+                f"{root}: positions {list(positions.shape)} for {batch} rows"
+            )
+        end = _NO_LIMIT if circular and length <= capacity else capacity - length + 1
+        wrong = find_outside(address(positions), batch, 8, 0, end)
+        if wrong >= 0:
+            raise errors.CapacityError(root, int(positions[wrong]), length, capacity, wrong)
+        if geometry.rows:
+            kernel = inside if geometry.inside else outside
+            to, source = address(cache), address(values)
+            a, b, c, d, e, f = geometry.sizes
+            kernel(to, source, a, b, c, d, e, f, address(positions), circular)
+
+    return update
 
 
 def _geometry(root: str, cache: Array, values: Array, axis: int, batch_axis: int) -> _Geometry:

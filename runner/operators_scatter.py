@@ -15,6 +15,7 @@ from onnx_inplace.runner.actions import Action, Array, Settings, Slots
 def scatter_nd(step: steps.Kernel, settings: Settings) -> Action:
     """``ScatterND(data, indices, updates)``; of two updates of one place the last one stays."""
     data_slot, indices_slot, updates_slot, output, root = _ports(step)
+    find_outside, scatter = dense.find_outside_tuples.ready(), dense.scatter_blocks.ready()
 
     def act(slots: Slots) -> None:
         data, indices, updates = slots[data_slot], slots[indices_slot], slots[updates_slot]
@@ -26,11 +27,11 @@ def scatter_nd(step: steps.Kernel, settings: Settings) -> Action:
         dims = np.asarray(data.shape[:depth], np.int64)
         count = math.prod(indices.shape[:-1])
         if depth:
-            wrong = dense.find_outside_tuples(address(indices), count, depth, address(dims))
+            wrong = find_outside(address(indices), count, depth, address(dims))
             if wrong >= 0:
                 raise _index_error(root, indices, wrong, data.shape[wrong % depth])
         block = math.prod(data.shape[depth:]) * data.itemsize
-        dense.scatter_blocks(
+        scatter(
             address(data), address(updates), address(indices), count, depth, address(dims), block
         )
         slots[output] = data
@@ -42,6 +43,7 @@ def scatter_elements(step: steps.Kernel, settings: Settings) -> Action:
     """``ScatterElements(data, indices, updates)`` along ``axis``."""
     data_slot, indices_slot, updates_slot, output, root = _ports(step)
     given_axis: int = step.attributes.get("axis", 0)
+    find_outside, scatter = dense.find_outside.ready(), dense.scatter_elements.ready()
 
     def act(slots: Slots) -> None:
         data, indices, updates = slots[data_slot], slots[indices_slot], slots[updates_slot]
@@ -56,10 +58,10 @@ def scatter_elements(step: steps.Kernel, settings: Settings) -> Action:
         indices, updates = np.ascontiguousarray(indices), np.ascontiguousarray(updates)
         dims = np.asarray((data.shape, indices.shape), np.int64)
         count, width, limit = indices.size, indices.itemsize, data.shape[axis]
-        wrong = dense.find_outside(address(indices), count, width, -limit, limit)
+        wrong = find_outside(address(indices), count, width, -limit, limit)
         if wrong >= 0:
             raise _index_error(root, indices, wrong, limit)
-        dense.scatter_elements(
+        scatter(
             address(data),
             address(updates),
             address(indices),
