@@ -205,7 +205,7 @@ def write(model: Any, weights: Weights, path: Path) -> Any:
             padding = -file.tell() % ALIGNMENT
             _put(file, digest, memoryview(bytes(padding)))
             offsets.append(file.tell())
-            for piece in _pieces(weights[proto.name]):
+            for piece in pieces(weights[proto.name]):
                 _put(file, digest, piece)
         name = f"{path.name}.{digest.hexdigest()}.data"
         rename(path.parent / name)
@@ -219,7 +219,7 @@ def _put(file: IO[bytes], digest: Any, piece: memoryview) -> None:
     file.write(piece)
 
 
-def _pieces(tensor: ir.TensorProtocol) -> Iterator[memoryview]:
+def pieces(tensor: ir.TensorProtocol) -> Iterator[memoryview]:
     """The little-endian bytes of a tensor; an array's are not copied as a whole."""
     array = tensor.numpy()
     whole = array.dtype.itemsize * array.size == tensor.nbytes  # else several elements share a byte

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -35,10 +36,9 @@ from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner import control, library, registry, standard, views
 from onnx_inplace.runner.actions import Action, Array, Settings, Slots
 from onnx_inplace.runner.frames import Frame
-from onnx_inplace.runner.fused import region
+from onnx_inplace.runner.fused import region, weights
 from onnx_inplace.runner.fused.region import Region
 from onnx_inplace.runner.fused.table import NotFused
-from onnx_inplace.runner.fused.weights import Weights
 
 _FRAMES = 16  # a server sees many lengths of prompts: the least recently used are given up
 
@@ -46,8 +46,8 @@ _FRAMES = 16  # a server sees many lengths of prompts: the least recently used a
 class Engine:
     """What all bindings of a session execute."""
 
-    def __init__(self, plan: ExecutionPlan, settings: Settings):
-        """Load sub-sessions and kernels.
+    def __init__(self, plan: ExecutionPlan, settings: Settings, model: Path | None = None):
+        """Load sub-sessions, kernels, and weights of fused steps; ``model``: the file, if any.
 
         Raises:
             errors.UnsupportedOperator: a kernel is missing, or does not support a node.
@@ -68,7 +68,7 @@ class Engine:
             for s in steps
             if isinstance(s, SubSession)
         }
-        self._weights = Weights()
+        self._weights = weights.load(self._fused, model)
         self._constants = {slot: _read_only(t.numpy()) for slot, t in plan.constants.items()}
 
     @property

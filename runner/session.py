@@ -9,9 +9,11 @@ from __future__ import annotations
 import bisect
 import math
 import operator
+import os
 import sys
 import weakref
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -83,7 +85,10 @@ class Session:
         )
         self.outputs_type = outputs.outputs_type([name for name, _, _ in self.results])
         self._slot_of = {port.name: slot for slot, port in ports}
-        self._engine = execute.Engine(self.plan, Settings(threads=threads, fuse=fuse == "auto"))
+        path = Path(source) if isinstance(source, str | os.PathLike) else None
+        self._engine = execute.Engine(
+            self.plan, Settings(threads=threads, fuse=fuse == "auto"), path
+        )
         self.prechecks = checks.Prechecks(self.checks, self._slot_of)
         self.page_checks = page_checks.Checker(self.checks.pages, self._slot_of)
         self._kept = _disjoint(storage.interval(a) for a in self._engine.constants.values())

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from fused import floats
 
-from onnx_inplace.numba_kernels.fused import recover
+from onnx_inplace.compiler.recovered import recover
 
 
 def quantized(rng, outputs, inputs):
@@ -19,8 +19,8 @@ def quantized(rng, outputs, inputs):
 @pytest.mark.parametrize("outputs", [1, 255, 600])
 def test_codes_are_the_same_numbers(outputs):
     weights = quantized(np.random.default_rng(outputs), outputs, 96)
-    found = recover.codes(weights)
-    assert found is not None and (found.bits, found.outputs, found.blocks) == (8, outputs, 3)
+    found = recover(weights)
+    assert found is not None and (found.bits, found.codes.shape) == (8, (outputs, 3, 32))
     values = (found.codes.astype(np.float32) - 128) * found.scales[..., None]
     assert (values.reshape(outputs, 96) == weights).all()
 
@@ -28,18 +28,18 @@ def test_codes_are_the_same_numbers(outputs):
 def test_one_other_number_is_enough():
     weights = quantized(np.random.default_rng(0), 600, 64)
     weights[599, 63] *= 1.001
-    assert recover.codes(weights) is None
+    assert recover(weights) is None
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_no_number_is_no_code(bad):
     weights = quantized(np.random.default_rng(0), 4, 64)
     weights[3, 7] = bad
-    assert recover.codes(weights) is None
+    assert recover(weights) is None
 
 
 def test_other_weights_and_shapes():
     rng = np.random.default_rng(0)
-    assert recover.codes(floats(rng, 8, 64)) is None
-    assert recover.codes(floats(rng, 8, 40)) is None
-    assert recover.codes(np.zeros((0, 64), np.float32)) is None
+    assert recover(floats(rng, 8, 64)) is None
+    assert recover(floats(rng, 8, 40)) is None
+    assert recover(np.zeros((0, 64), np.float32)) is None

@@ -3,97 +3,88 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from onnx_inplace.compiler.fused import Fused, Operation
+from onnx_inplace.compiler.matrices import ProductWeights
+from onnx_inplace.compiler.recovered import BLOCK, Codes
 from onnx_inplace.numba_kernels import floats
-from onnx_inplace.numba_kernels.fused import panels, recover
+from onnx_inplace.numba_kernels.fused import panels
 from onnx_inplace.runner.actions import Array
 from onnx_inplace.runner.attend import KINDS
-from onnx_inplace.runner.fused.buffers import aligned
-from onnx_inplace.runner.fused.weights import Weights
-
-FLOATS = ("MatMul", "Gemm")
-_WORTH_A_SEARCH = 1 << 20  # numbers: smaller float32 weights cost little as they are
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Packed:
     """Repacked weights of one product.
 
-    ``bias``: in the order of the panels, or None.
+    Attributes:
+        layout: of ``data``.
+        data: (layout.nbytes) uint8.
+        bias: in the order of the panels, float32, or None.
     """
 
     layout: panels.Layout
     data: Array
     bias: Array | None
-    outputs: int  # of all matrices
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of weights and bias."""
-        return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-def pack(region: Fused, product: Operation, weights: Weights) -> Packed:
-    """The weights of a ``Product``, made once for a session.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unpacked:
+    """Weights of one product that are read, and not yet repacked.
+
+    Attributes:
+        layout: that they will have.
+        write: repacks them into (``layout.nbytes``) uint8.
+        bias: in the order of the panels, float32, or None.
+    """
+
+    layout: panels.Layout
+    write: Callable[[Array], None]
+    bias: Array | None
+
+
+def read(weights: ProductWeights) -> Unpacked:
+    """Read the weights of a ``Product``, and decide how they will lie.
 
     Raises:
         ValueError: its matrices cannot be one.
     """
-    matrices: tuple[Operation, ...] = product.attributes["matrices"]
-    biases: tuple[int | None, ...] = product.attributes["biases"]
-    gate: bool = product.attributes["gate"]
-    indices = [k for o in matrices for k in o.inputs[1:]] + list(biases)
-    tensors = [None if k is None else region.values[k].constant for k in indices]
-    form = f"product {gate} " + " ".join(o.op_type for o in matrices)
-
-    def numbers(index: int | None) -> Array | None:
-        if index is None:
-            return None
-        tensor = region.values[index].constant
-        assert tensor is not None
-        return tensor.numpy()
-
-    def make() -> Packed:
-        rows = [None if b is None else _row(numbers(b)) for b in biases]
-        if matrices[0].op_type in FLOATS:
-            return _floats([_matrix(o, numbers(o.inputs[1])) for o in matrices], rows, gate)
-        codes = [_codes(o, [numbers(k) for k in o.inputs[1:5]]) for o in matrices]
-        return _of_codes(codes, rows, gate)
-
-    return weights.made(form, tensors, make)
-
-
-def _of_codes(codes: list[panels.Codes], biases: list[Array | None], gate: bool) -> Packed:
-    if gate and len(codes) == 1:
-        codes = _halves(codes[0])
-    layout = panels.layout_codes(codes)
-    data = aligned(layout.nbytes)
-    panels.pack_codes(codes, layout, data, gate)
-    outputs = [c.outputs for c in codes]
-    return Packed(layout, data, _bias(biases, outputs, gate), sum(outputs))
-
-
-def _floats(matrices: list[Array], biases: list[Array | None], gate: bool) -> Packed:
-    if all(m.dtype == np.float32 and m.size >= _WORTH_A_SEARCH for m in matrices):
-        found = [recover.codes(m) for m in matrices]
-        codes = [c for c in found if c is not None]
-        if len(codes) == len(matrices):
-            return _of_codes(codes, biases, gate)
-    if gate and len(matrices) == 1:
-        half = len(matrices[0]) // 2
-        matrices = [matrices[0][:half], matrices[0][half:]]
-    kind = KINDS[matrices[0].dtype]
+    biases = [
+        None if b is None else b.numpy().reshape(-1).astype(np.float32) for b in weights.biases
+    ]
+    codes, gate = weights.codes(), weights.gate
+    if codes is not None:
+        if gate and len(codes) == 1:
+            codes = _halves(codes[0])
+        matrices = [panels.Codes(*_fields(c)) for c in codes]
+        layout = panels.layout_codes(matrices)
+        write = functools.partial(panels.pack_codes, matrices, layout, gate=gate)
+        return Unpacked(layout, write, _bias(biases, [m.outputs for m in matrices], gate))
+    numbers = weights.floats()
+    if gate and len(numbers) == 1:
+        half = len(numbers[0]) // 2
+        numbers = [numbers[0][:half], numbers[0][half:]]
+    kind = KINDS[numbers[0].dtype]
     if kind == floats.BFLOAT16:
-        matrices = [m.view(np.uint16) for m in matrices]
-    layout = panels.layout_floats(matrices, kind)
-    data = aligned(layout.nbytes)
-    panels.pack_floats(matrices, layout, data, gate)
-    outputs = [len(m) for m in matrices]
-    return Packed(layout, data, _bias(biases, outputs, gate), sum(outputs))
+        numbers = [m.view(np.uint16) for m in numbers]
+    layout = panels.layout_floats(numbers, kind)
+    write = functools.partial(panels.pack_floats, numbers, layout, gate=gate)
+    return Unpacked(layout, write, _bias(biases, [len(m) for m in numbers], gate))
+
+
+def fits(layout: panels.Layout, weights: ProductWeights) -> bool:
+    """Whether weights of this layout are as many as a product reads."""
+    if layout.bits not in (0, 4, 8) or layout.kind not in KINDS.values() or layout.correction > 2:
+        return False
+    steps = weights.inputs // BLOCK if layout.bits else weights.inputs
+    return (layout.panels, layout.steps) == (-(-weights.outputs // panels.PANEL), steps)
+
+
+def _fields(codes: Codes) -> tuple[int, Array, Array, Array | None, Array | None]:
+    return codes.bits, codes.codes, codes.scales, codes.zero_points, codes.minimums
 
 
 def _bias(biases: Sequence[Array | None], outputs: Sequence[int], gate: bool) -> Array | None:
@@ -106,72 +97,14 @@ def _bias(biases: Sequence[Array | None], outputs: Sequence[int], gate: bool) ->
     return panels.pack_bias(biases, outputs, gate)
 
 
-def _row(bias: Array | None) -> Array:
-    assert bias is not None
-    return bias.reshape(-1).astype(np.float32)
-
-
-def _matrix(o: Operation, weight: Array | None) -> Array:
-    """(outputs, inputs)."""
-    assert weight is not None
-    return weight if o.attributes.get("transB", 0) else weight.T
-
-
-def _codes(o: Operation, arrays: list[Array | None]) -> panels.Codes:
-    """A matrix of MatMulNBits: zero points, or minima where they are no integers."""
-    bits, size, outputs = o.attributes["bits"], o.attributes["block_size"], o.attributes["N"]
-    blocks = -(-o.attributes["K"] // size)
-    arrays += [None] * (4 - len(arrays))
-    codes, scales, zeros, remainder = arrays
-    assert codes is not None and scales is not None
-    codes = codes.reshape(outputs, blocks, size * bits // 8)
-    scales = scales.reshape(outputs, blocks)
-    if zeros is not None and zeros.dtype == np.uint8:
-        zeros = _unpacked(zeros.reshape(outputs, -1), bits)[:, :blocks]
-    elif zeros is not None:
-        zeros = zeros.reshape(outputs, blocks).astype(np.float32)
-    if remainder is not None:
-        minimums = _minimums(scales, zeros, remainder.T, bits)
-        return panels.Codes(bits, codes, scales, minimums=minimums)
-    if zeros is not None and zeros.dtype != np.uint8:
-        minimums = -scales.astype(np.float32) * zeros
-        return panels.Codes(bits, codes, scales, minimums=minimums)
-    return panels.Codes(bits, codes, scales, zeros)
-
-
-def _unpacked(zeros: Array, bits: int) -> Array:
-    if bits == 8:
-        return zeros
-    return np.stack([zeros & 15, zeros >> 4], axis=-1).reshape(len(zeros), -1)
-
-
-def _minimums(scales: Array, zeros: Array | None, remainder: Array, bits: int) -> Array:
-    """``scale * (q - zero) + remainder = scale * q + minimum``.
-
-    The remainder of a minimum that was stored in float16 has been rounded to float32; where the
-    float16 beside the difference gives the same remainder, it is what was meant.
-    """
-    wide = scales.astype(np.float32)
-    zero: Array | np.float32
-    zero = (
-        np.float32(panels.default_zero_point(bits)) if zeros is None else zeros.astype(np.float32)
-    )
-    minimums = (remainder.astype(np.float64) - wide.astype(np.float64) * zero).astype(np.float32)
-    with np.errstate(over="ignore"):
-        near = minimums.astype(np.float16).astype(np.float32)
-    if np.array_equal(near + wide * zero, remainder):
-        return near
-    return minimums
-
-
-def _halves(codes: panels.Codes) -> list[panels.Codes]:
-    half = codes.outputs // 2
+def _halves(codes: Codes) -> list[Codes]:
+    half = len(codes.codes) // 2
 
     def part(array: Array | None, where: slice) -> Array | None:
         return None if array is None else array[where]
 
     return [
-        panels.Codes(
+        Codes(
             codes.bits,
             codes.codes[where],
             codes.scales[where],

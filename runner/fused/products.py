@@ -9,6 +9,7 @@ import math
 import numpy as np
 
 from onnx_inplace.compiler import fused
+from onnx_inplace.compiler import matrices as weights
 from onnx_inplace.compiler.fused import Operation
 from onnx_inplace.numba_kernels import specialise
 from onnx_inplace.numba_kernels.fused import product as kernels
@@ -16,7 +17,6 @@ from onnx_inplace.numba_kernels.fused import product_codes, product_floats, quan
 from onnx_inplace.numba_kernels.fused.elementwise import One
 from onnx_inplace.numba_kernels.memory import OnDemand, address
 from onnx_inplace.runner.actions import Array
-from onnx_inplace.runner.fused import matrices
 from onnx_inplace.runner.fused.elementwise import GATES, UNARY
 from onnx_inplace.runner.fused.matrices import Packed
 from onnx_inplace.runner.fused.table import Builder, NotFused
@@ -27,7 +27,7 @@ _EIGHT_BITS = 4  # the accuracy_level that lets activations be rounded to 8 bits
 def product(b: Builder, o: Operation) -> None:
     """``Product`` of ``compiler.patterns``."""
     try:
-        packed = matrices.pack(b.region, o, b.weights)
+        packed = b.weights.packed(weights.of(b.region, o))
     except ValueError as error:
         raise NotFused(str(error)) from None
     source, residual = o.inputs
@@ -77,7 +77,7 @@ def planes_of(b: Builder, index: int | None) -> int | None:
     for o in b.region.operations:
         if index in o.inputs:
             codes = o.domain == fused.DOMAIN and o.op_type == "Product" and o.inputs[1] != index
-            codes = codes and o.attributes["matrices"][0].op_type not in matrices.FLOATS
+            codes = codes and o.attributes["matrices"][0].op_type not in weights.FLOATS
             found.add(_planes(o) if codes else None)
     return found.pop() if len(found) == 1 else None
 

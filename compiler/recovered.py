@@ -7,19 +7,44 @@ inputs is a scale times integers up to 127, one of which is 127 or -127.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from onnx_inplace.numba_kernels.fused.panels import BLOCK, Codes
+Array = npt.NDArray[Any]
 
-Array = np.ndarray[Any, Any]
+BLOCK = 32
+"""Inputs that share a scale; a larger block of a model is several."""
 
 _LARGEST = 127
 _ROWS = 256  # that are tried at once: most other weights fail with the first ones
 
 
-def codes(weights: Array) -> Codes | None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Codes:
+    """A matrix of 4- or 8-bit codes with a scale for each block of inputs.
+
+    ``weight = scale * (code - zero point)``, or ``scale * code + minimum``.
+
+    Attributes:
+        bits: 4 or 8.
+        codes: (outputs, blocks, block * bits / 8) uint8; with 4 bits, code 2 j is in the low half
+            of byte j. The block is 32 or a multiple.
+        scales: (outputs, blocks) float32 or float16.
+        zero_points: (outputs, blocks) uint8, one a byte; None: 2**(bits - 1).
+        minimums: (outputs, blocks) float32 or float16, instead of zero points.
+    """
+
+    bits: int
+    codes: Array
+    scales: Array
+    zero_points: Array | None = None
+    minimums: Array | None = None
+
+
+def recover(weights: Array) -> Codes | None:
     """The same weights, (outputs, inputs) float32 or float16, as codes; None: they are others."""
     outputs, inputs = weights.shape
     if inputs % BLOCK or not outputs:
