@@ -144,10 +144,11 @@ def distinct(fusion: Fusion) -> Iterator[ProductWeights]:
 
 def nbytes(fusion: Fusion) -> int:
     """Bytes of the copies of all weights, each once."""
-    return sum(map(_nbytes, distinct(fusion)))
+    return sum(map(padded_bytes, distinct(fusion)))
 
 
-def _nbytes(weights: ProductWeights) -> int:
+def padded_bytes(weights: ProductWeights) -> int:
+    """Bytes of the copies of one product; 0 where its matrices cannot be one."""
     panels = -(-weights.outputs // PANEL)
     bias = panels * PANEL * 4 if any(b is not None for b in weights.biases) else 0
     codes = weights.codes()
@@ -157,6 +158,8 @@ def _nbytes(weights: ProductWeights) -> int:
         if size == 4 and all(map(_exact_in_float16, matrices)):
             size = 2
         data = panels * PANEL * weights.inputs * size
+    elif len({m.minimums is None for m in codes}) > 1:
+        return 0  # a run with them is not fused
     else:
         data = panels * (weights.inputs // BLOCK) * _block_bytes(codes)
     return padded(data) + padded(bias)

@@ -175,23 +175,22 @@ def _view(part: Part, data: Array) -> Packed | str:
 
 def _fit(found: Blob, products: Sequence[ProductWeights]) -> bool:
     """Whether the parts of a file are those that products read: kernels check no bounds."""
-    return len(found.head.parts) == len(products) and all(
-        "refused" in part or _fits(part, product, found.data.size)
-        for part, product in zip(found.head.parts, products, strict=True)
-    )
+    if len(found.head.parts) != len(products):
+        return False
+    pairs = zip(found.head.parts, products, strict=True)
+    try:
+        return all("refused" in p or _fits(p, product, found.data.size) for p, product in pairs)
+    except (KeyError, TypeError):  # no such field, or of another type
+        return False
 
 
 def _fits(part: Part, product: ProductWeights, size: int) -> bool:
-    numbers = [*part["layout"], part["data"], part["bias"] or 0]
-    if not all(isinstance(n, int) and n >= 0 for n in numbers):
-        return False
     layout, begin, bias = panels.Layout(*part["layout"]), part["data"], part["bias"]
-    ends = [begin + layout.nbytes]
-    if bias is not None:
-        ends.append(bias + 4 * panels.PANEL * layout.panels)
-    return (
-        matrices.fits(layout, product)
-        and (bias is not None) == any(b is not None for b in product.biases)
-        and not (begin % ALIGNMENT or (bias or 0) % ALIGNMENT)
-        and max(ends) <= size
-    )
+    biased = any(b is not None for b in product.biases)
+    numbers = [*part["layout"], begin, bias if biased else 0]
+    if not all(isinstance(n, int) and n >= 0 for n in numbers) or (bias is not None) != biased:
+        return False
+    if not matrices.fits(layout, product) or begin % ALIGNMENT or (bias or 0) % ALIGNMENT:
+        return False
+    room = 4 * panels.PANEL * layout.panels
+    return begin + layout.nbytes <= size and (bias is None or bias + room <= size)
