@@ -1,188 +1,129 @@
-"""Attention of one token, and of a prompt, over a bound cache, beside onnxruntime's two operators.
+"""Decode attention: one new token over a long cache, every type of cache, beside its peers.
 
-    python benchmarks/attention.py [--threads 1]
+    python benchmarks/attention.py
+    python benchmarks/attention.py --shapes 128x4 64x3 --tokens 16384 --cache float16 INT8
 
-Every variant writes the new keys and values and attends over what is valid. Ours is a model of two
-TensorScatter and one Attention; onnxruntime runs GroupQueryAttention with past and present in one
-buffer, and the same model as ours (its Attention computes over the whole capacity).
+Every variant writes the new token and attends over all that is valid; caches are cold (so many
+bytes are read before each call). Ours has --threads threads; peers have one and --threads, and the
+better one counts. Peers: onnxruntime's GroupQueryAttention and Attention, flash attention of ggml.
 """
 
-import argparse
+from __future__ import annotations
+
 import sys
-from collections.abc import Callable
+from typing import NamedTuple
 
-import ml_dtypes  # noqa: F401  (bfloat16 in numpy)
-import numpy as np
-import onnx
-import onnxruntime
-import timing
-
-from onnx_inplace import Session
-from onnx_inplace.dsl import FLOAT, FLOAT16, INT64, Alias, Mutable, model, op
-
-CAPACITY, LONG = 8_192, 4_000  # [tokens]
-ROUNDS = 15
+import record
+from problem import random_problem
+from record import Bound, Claim
+from side_by_side import GGML, GROUP_QUERY, MIXTURE, Contest, Table, measure
 
 
-def decoder_step(element: object, heads: int, kv_heads: int, size: int) -> object:
-    """A model: write keys and values, attend."""
-    t = element
+class Promise(NamedTuple):
+    """What has to hold for a type of cache: times as fast as a peer, GB/s, error."""
 
-    @model
-    def attend(
-        key_cache: Mutable[t["batch", kv_heads, "capacity", size]],
-        value_cache: Mutable[t["batch", kv_heads, "capacity", size]],
-        query: t["batch", heads, "n", size],
-        key: t["batch", kv_heads, "n", size],
-        value: t["batch", kv_heads, "n", size],
-        position: INT64["batch"],
-        length: INT64["batch"],
-    ) -> tuple[t["batch", heads, "n", size], Alias["key_cache"], Alias["value_cache"]]:
-        keys = op.TensorScatter(key_cache, key, position)
-        values = op.TensorScatter(value_cache, value, position)
-        output = op.Attention(query, keys, values, None, None, None, length, is_causal=1)
-        return output, keys, values
-
-    return attend
+    group_query: tuple[str, float] | None = None
+    ggml: tuple[str, float] | None = None
+    gigabytes: float | None = None
+    error: float | None = None
 
 
-class Case:
-    """One shape: data, and a call for each variant."""
-
-    def __init__(self, dtype: type, heads: int, kv_heads: int, size: int, tokens: int, valid: int):
-        rng = np.random.default_rng(0)
-        self.dtype, self.heads, self.kv_heads, self.size = dtype, heads, kv_heads, size
-        self.tokens, self.valid = tokens, valid
-        make = lambda *shape: rng.standard_normal(shape, dtype=np.float32).astype(dtype)  # noqa: E731
-        self.caches = [make(1, kv_heads, CAPACITY, size) for _ in "kv"]
-        self.query = make(1, heads, tokens, size)
-        self.new = [make(1, kv_heads, tokens, size) for _ in "kv"]
-        for cache, new in zip(self.caches, self.new, strict=True):
-            cache[:, :, valid - tokens : valid] = new  # for the variant that only reads
-
-    def ours(self, threads: int) -> Callable[[], object]:
-        """``step.run`` of the model."""
-        element = FLOAT if self.dtype is np.float32 else FLOAT16
-        program = decoder_step(element, self.heads, self.kv_heads, self.size)
-        session = Session(program, threads=threads)
-        caches = dict(zip(("key_cache", "value_cache"), map(np.copy, self.caches), strict=True))
-        step = session.bind(**caches)
-        feeds = {
-            "query": self.query,
-            "key": self.new[0],
-            "value": self.new[1],
-            "position": np.array([self.valid - self.tokens]),
-            "length": np.array([self.valid]),
-        }
-        return lambda: step.run(**feeds)["output"]
-
-    def group_query_attention(self, threads: int) -> Callable[[], object]:
-        """The operator of onnxruntime that is made for this, with shared buffers."""
-        flat = lambda x: np.ascontiguousarray(x.transpose(0, 2, 1, 3)).reshape(1, self.tokens, -1)  # noqa: E731
-        feeds = {
-            "query": flat(self.query),
-            "key": flat(self.new[0]),
-            "value": flat(self.new[1]),
-            "lengths": np.array([self.valid - 1], np.int32),
-            "total": np.array(self.valid, np.int32),
-        }
-        node = onnx.helper.make_node(
-            "GroupQueryAttention",
-            ["query", "key", "value", "past_key", "past_value", "lengths", "total"],
-            ["output", "present_key", "present_value"],
-            domain="com.microsoft",
-            num_heads=self.heads,
-            kv_num_heads=self.kv_heads,
-        )
-        caches = {"past_key": np.copy(self.caches[0]), "past_value": np.copy(self.caches[1])}
-        run = bound(node, feeds, caches, ("present_key", "present_value"), threads)
-        order = lambda y: y.reshape(1, self.tokens, self.heads, self.size).transpose(0, 2, 1, 3)  # noqa: E731
-        return lambda: order(run())
-
-    def attention(self, threads: int) -> Callable[[], object]:
-        """Attention-24 of onnxruntime on a cache that is written already."""
-        names = ["query", "key_cache", "value_cache", "", "", "", "length"]
-        node = onnx.helper.make_node("Attention", names, ["output"], is_causal=1)
-        feeds = {
-            "query": self.query,
-            "key_cache": self.caches[0],
-            "value_cache": self.caches[1],
-            "length": np.array([self.valid]),
-        }
-        return bound(node, feeds, {}, (), threads)
+PROMISES = {
+    "float32": Promise(("float32", 1.6), None, 25, 5e-6),
+    "float16": Promise(("float16", 5), ("F16", 3.2), 25, 5e-6),
+    "bfloat16": Promise(("float16", 5), ("F16", 3.2), 25, 5e-6),
+    "INT8": Promise(("int8", 4), ("Q8_0", 10), 25, 3e-4),
+    "FP8_E4M3": Promise(("int8", 4), ("Q8_0", 10), 25, 8e-3),
+    "FP8_E5M2": Promise(("int8", 4), ("Q8_0", 10), 25, 8e-3),
+    "INT4": Promise(("int4", 7), ("Q4_0", 25), 18, 3e-4),
+    "INT2": Promise(error=3e-4),
+    "float32, portable": Promise(("float32", 1.0), None, None, 5e-6),
+    "FLOAT32 pages": Promise(error=5e-6),
+    "FLOAT16 pages": Promise(error=5e-6),
+    "BFLOAT16 pages": Promise(error=5e-6),
+    "INT4T": Promise(error=3e-4),
+    "mixture": Promise(error=8e-3),
+}
+PART_OF_BANDWIDTH = 0.75  # suffices where the machine reads less than the GB/s above ask for
+OTHER_SHAPE = 0.85  # of the GB/s of the first shape
+MOST_OF_MIXTURE = 1.15  # times the weighted sum of its parts
 
 
-def bound(
-    node: onnx.NodeProto,
-    feeds: dict[str, np.ndarray],
-    caches: dict[str, np.ndarray],
-    presents: tuple[str, ...],
-    threads: int,
-) -> Callable[[], np.ndarray]:
-    """A prepared run of one node; ``presents`` are bound to the storage of ``caches``."""
-    element = onnx.helper.np_dtype_to_tensor_dtype
-    info = onnx.helper.make_tensor_value_info
-    given = feeds | caches
-    first = next(iter(feeds.values())).dtype
-    graph = onnx.helper.make_graph(
-        [node],
-        "one",
-        [info(n, element(x.dtype), x.shape) for n, x in given.items()],
-        [info(n, element(first), None) for n in node.output],
-    )
-    opsets = [onnx.helper.make_opsetid("", 24), onnx.helper.make_opsetid("com.microsoft", 1)]
-    proto = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=11)
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    session = onnxruntime.InferenceSession(
-        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    binding = session.io_binding()
-    storage = {n: onnxruntime.OrtValue.ortvalue_from_numpy(x) for n, x in given.items()}
-    for name, value in storage.items():
-        binding.bind_ortvalue_input(name, value)
-    for name, past in zip(presents, caches, strict=True):
-        binding.bind_ortvalue_output(name, storage[past])
-    binding.bind_output(node.output[0])
-
-    def run() -> np.ndarray:
-        session.run_with_iobinding(binding)
-        return binding.get_outputs()[len(presents)].numpy()  # in order of binding
-
-    return run
+def claims(table: Table) -> list[Claim]:
+    """What is promised for a long cache."""
+    found = []
+    for label in table.nbytes:
+        promise = PROMISES[label]
+        for family, asked in ((GROUP_QUERY, promise.group_query), (GGML, promise.ggml)):
+            if asked is not None and (theirs := table.best(family, asked[0])) is not None:
+                text = f"{label}: times as fast as {family} {asked[0]}"
+                found.append(Claim(text, theirs / table.mine(label), asked[1]))
+        if promise.gigabytes is not None:
+            least = min(promise.gigabytes, PART_OF_BANDWIDTH * table.bandwidth)
+            text = f"{label}: GB/s, of {table.bandwidth:.1f} that the machine reads"
+            found.append(Claim(text, table.gigabytes(label), least))
+        if promise.error is not None:
+            text = f"{label}: error against float64"
+            found.append(Claim(text, table.errors[label], promise.error, Bound.AT_MOST))
+    if {"INT2", "INT4"} <= table.nbytes.keys():
+        ratio = table.mine("INT2") / table.mine("INT4")
+        found.append(Claim("INT2: time, in that of INT4", ratio, 1.0, Bound.AT_MOST))
+    return found + mixture(table)
 
 
-def main() -> bool:
+def mixture(table: Table) -> list[Claim]:
+    """Pages of several formats cost what their parts cost."""
+    parts = {f"{n} pages" if n == "FLOAT16" else n: count for n, count in MIXTURE.items()}
+    if not {"mixture", *parts} <= table.nbytes.keys():
+        return []
+    sum_of_parts = sum(table.mine(name) * count for name, count in parts.items())
+    ratio = table.mine("mixture") / (sum_of_parts / sum(parts.values()))
+    text = "mixture: time, in the weighted sum of its parts"
+    return [Claim(text, ratio, MOST_OF_MIXTURE, Bound.AT_MOST)]
+
+
+def across(first: Table, other: Table) -> list[Claim]:
+    """Another shape reads nearly as fast."""
+    found = []
+    for label in first.nbytes:
+        if PROMISES[label].gigabytes is not None:
+            text = f"{label}: GB/s at heads of {other.problem.size}, in those of the first shape"
+            ratio = other.gigabytes(label) / first.gigabytes(label)
+            found.append(Claim(text, ratio, OTHER_SHAPE))
+    return found
+
+
+def main(arguments: list[str] | None = None) -> bool:
     """Measure, print, judge."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=1)
-    threads = parser.parse_args().threads
-    claims = []
-    for dtype in (np.float32, np.float16):
-        for heads, kv_heads, size in ((9, 3, 64), (32, 8, 128)):
-            for tokens, valid in ((1, 64), (1, LONG), (128, LONG)):
-                case = Case(dtype, heads, kv_heads, size, tokens, valid)
-                variants = {
-                    "onnx-inplace": case.ours(threads),
-                    "onnxruntime GroupQueryAttention": case.group_query_attention(threads),
-                    "onnxruntime Attention": case.attention(threads),
-                }
-                results = [np.asarray(call(), np.float32) for call in variants.values()]
-                tolerance = 1e-4 if dtype is np.float32 else 1e-2
-                for result in results[1:]:
-                    np.testing.assert_allclose(results[0], result, atol=tolerance, rtol=tolerance)
-                times = timing.interleaved(variants, ROUNDS if tokens == 1 else 3)
-                title = (
-                    f"{np.dtype(dtype)}, {heads}/{kv_heads} heads of {size}, {tokens} new of "
-                    f"{valid:,} valid, capacity {CAPACITY:,}, {threads} threads"
-                )
-                timing.report(title, times)
-                ratio = times["onnx-inplace"] / times["onnxruntime GroupQueryAttention"]
-                if valid == LONG:  # a few tokens cost what three steps of a plan cost
-                    limit = 1.25 if tokens > 1 else 1 / 1.5 if dtype is np.float32 else 1 / 3
-                    claims.append((title, ratio, round(limit, 2)))
-    return timing.judge(claims)
+    parser = record.parser(__doc__)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16_384])
+    parser.add_argument("--shapes", nargs="+", default=["128x4"], help="head size x queries a head")
+    parser.add_argument("--heads", type=int, default=8, help="kv heads")
+    parser.add_argument("--cache", nargs="+", choices=PROMISES, default=list(PROMISES))
+    given = parser.parse_args(arguments)
+    promised = [PROMISES[label] for label in given.cache]
+    group_query = [*dict.fromkeys(p.group_query[0] for p in promised if p.group_query)]
+    flash = [*dict.fromkeys(p.ggml[0] for p in promised if p.ggml)]
+    attention = [kind for kind in group_query if kind.startswith("float")]
+    skipped: list[str] = []
+    held: list[Claim] = []
+    tables: list[Table] = []
+    for tokens in given.tokens:
+        here = []
+        for shape in given.shapes:
+            size, group = map(int, shape.split("x"))
+            problem = random_problem(given.heads, group, size, tokens)
+            contest = Contest(problem, given.threads, given.cache, group_query, attention, flash)
+            here.append(measure(contest, given.rounds, skipped))
+            here[-1].show()
+        if tokens == max(given.tokens):  # what is promised is promised for long caches
+            held += claims(here[0])
+            held += [claim for other in here[1:] for claim in across(here[0], other)]
+        tables += here
+    rows = [row for table in tables for row in table.rows()]
+    result = record.Record("attention", record.options(given), rows, held, sorted({*skipped}))
+    return result.conclude(given.json)
 
 
 if __name__ == "__main__":

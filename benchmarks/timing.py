@@ -6,18 +6,22 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 
+Call = Callable[[], object]
+
 
 def interleaved(
-    variants: Mapping[str, Callable[[], object]], rounds: int, calls: int = 1
+    variants: Mapping[str, Call], rounds: int, calls: int = 1, before: Call | None = None
 ) -> dict[str, float]:
     """Microseconds of a call of each variant: median over ``rounds`` of the mean of ``calls``.
 
     The variants take turns within a round, so that what disturbs the machine disturbs all of them.
-    A first round is thrown away.
+    A first round is thrown away. ``before`` runs before each turn and is not timed.
     """
     times: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds + 1):
         for name, call in variants.items():
+            if before is not None:
+                before()
             start = time.perf_counter()
             for _ in range(calls):
                 call()
@@ -26,16 +30,9 @@ def interleaved(
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def report(title: str, times: Mapping[str, float]) -> None:
-    """Print a table."""
+def report(title: str, times: Mapping[str, float], notes: Mapping[str, str] | None = None) -> None:
+    """Print a table of microseconds, each with a note."""
     print(f"\n{title}")
     for name, found in times.items():
-        print(f"  {name:<52}{found:>12,.2f} us")
-
-
-def judge(claims: list[tuple[str, float, float]]) -> bool:
-    """Print (claim, ratio, limit) and whether each holds; True if all do."""
-    print()
-    for claim, ratio, limit in claims:
-        print(f"  {'holds' if ratio <= limit else 'FAILS'}  {claim}: {ratio:.2f} (at most {limit})")
-    return all(ratio <= limit for _, ratio, limit in claims)
+        note = (notes or {}).get(name, "")
+        print(f"  {name:<52}{found:>12,.2f} us  {note}".rstrip(), flush=True)

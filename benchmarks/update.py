@@ -4,35 +4,33 @@
 
 Compares the kernel with numpy's slice assignment, and a model of one CacheUpdate with onnxruntime's
 session of one node: TensorScatter with one OrtValue bound as input and output (in place, as long as
-nobody adds a second node), and not bound (a copy of the cache for every token).
+nobody adds a second node), and not bound (a copy of the cache for every token). Then the caches of
+60 layers: in one call of compiled code, as fused steps write them, and as a model.
 """
 
+from __future__ import annotations
+
 import sys
-from collections.abc import Callable
 
 import numpy as np
 import onnx
-import onnxruntime
+import onnxruntime_peer as peer
+import record
+import step_models
 import timing
+from record import Bound, Claim, Row
+from timing import Call
 
 from onnx_inplace import Session
-from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, kv, model
 from onnx_inplace.numba_kernels import dense
-from onnx_inplace.numba_kernels.memory import FIELD
+from onnx_inplace.numba_kernels.fused import interpreter, kernel, moves
+from onnx_inplace.numba_kernels.memory import FIELD, address
 
 HEADS, SIZE = 8, 128
+TOKEN = SIZE * 4  # [bytes] of a head
 SMALL, LARGE = 1_024, 131_072  # capacities [tokens]
-ROUNDS, CALLS = 31, 200
-
-
-@model
-def append(
-    cache: Mutable[FLOAT[1, HEADS, "capacity", SIZE]],
-    values: FLOAT[1, HEADS, "length", SIZE],
-    position: INT64[()],
-) -> Alias["cache"]:
-    """A model of one node."""
-    return kv.CacheUpdate(cache, values, position)
+LAYERS, LAYER_CAPACITY = 60, 4_096
+POSITION = 700
 
 
 def committed(capacity: int) -> np.ndarray:
@@ -40,133 +38,152 @@ def committed(capacity: int) -> np.ndarray:
     return np.ones((1, HEADS, capacity, SIZE), np.float32)
 
 
-def scatter_session(capacity: int) -> onnxruntime.InferenceSession:
-    """A session of one TensorScatter in onnxruntime."""
-    shape = [1, HEADS, capacity, SIZE]
-    info = onnx.helper.make_tensor_value_info
-    graph = onnx.helper.make_graph(
-        [onnx.helper.make_node("TensorScatter", ["cache", "values", "position"], ["updated"])],
-        "append",
-        [
-            info("cache", onnx.TensorProto.FLOAT, shape),
-            info("values", onnx.TensorProto.FLOAT, [1, HEADS, 1, SIZE]),
-            info("position", onnx.TensorProto.INT64, [1]),
-        ],
-        [info("updated", onnx.TensorProto.FLOAT, shape)],
-    )
-    opset = [onnx.helper.make_opsetid("", 24)]
-    proto = onnx.helper.make_model(graph, opset_imports=opset, ir_version=11)
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3  # it warns of every copy
-    return onnxruntime.InferenceSession(
-        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+def new_token() -> np.ndarray:
+    """(1, heads, 1, head_size) float32."""
+    return np.random.default_rng(0).standard_normal((1, HEADS, 1, SIZE), dtype=np.float32)
 
 
-def one_node_session() -> Callable[[], object]:
+def one_node() -> Call:
     """``session.run`` of the smallest model: what a call of onnxruntime costs at least."""
-    info = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1, 4])
-    out = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1, 4])
-    graph = onnx.helper.make_graph([onnx.helper.make_node("Neg", ["x"], ["y"])], "n", [info], [out])
-    opset = [onnx.helper.make_opsetid("", 21)]
-    proto = onnx.helper.make_model(graph, opset_imports=opset, ir_version=10)
-    session = onnxruntime.InferenceSession(
-        proto.SerializeToString(), providers=["CPUExecutionProvider"]
-    )
     feeds = {"x": np.ones((1, 4), np.float32)}
+    node = onnx.helper.make_node("Neg", ["x"], ["y"])
+    session = peer.session(node, feeds, {"y": np.float32}, 1)
     return lambda: session.run(None, feeds)
 
 
-def bound_in_place(
-    session: onnxruntime.InferenceSession,
-    cache: np.ndarray,
-    values: np.ndarray,
-    position: np.ndarray,
-) -> Callable[[], object]:
-    """A run whose output is bound to its input, prepared once."""
-    binding = session.io_binding()
-    storage = onnxruntime.OrtValue.ortvalue_from_numpy(cache)
-    binding.bind_ortvalue_input("cache", storage)
-    binding.bind_ortvalue_output("updated", storage)
-    for name, array in (("values", values), ("position", position)):
-        binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(array))
-    return lambda: session.run_with_iobinding(binding)
+def writing(cache: np.ndarray, values: np.ndarray) -> tuple[Call, Call]:
+    """The kernel and numpy."""
+    update, capacity = dense.update.ready(), cache.shape[2]
+    to, source = id(cache) + FIELD, id(values) + FIELD
+
+    def assign() -> None:
+        cache[:, :, POSITION : POSITION + 1] = values
+
+    def run(keep: object = (cache, values)) -> None:
+        update(to, source, HEADS, capacity, 1, TOKEN, POSITION)
+
+    return run, assign
 
 
-def main() -> bool:
-    """Measure, print, judge."""
-    values = np.random.default_rng(0).standard_normal((1, HEADS, 1, SIZE), dtype=np.float32)
-    caches = {capacity: committed(capacity) for capacity in (SMALL, LARGE)}
-    token = SIZE * 4
-
-    def kernel(capacity: int) -> Callable[[], object]:
-        update = dense.update.ready()
-        to, source = id(caches[capacity]) + FIELD, id(values) + FIELD
-        return lambda: update(to, source, HEADS, capacity, 1, token, 700)
-
-    def assignment(capacity: int) -> Callable[[], object]:
-        cache = caches[capacity]
-
-        def assign() -> None:
-            cache[:, :, 700:701] = values
-
-        return assign
-
-    kernels = {f"kernel, capacity {c:,}": kernel(c) for c in caches}
-    slices = {f"numpy slice assignment, capacity {c:,}": assignment(c) for c in caches}
-    low = timing.interleaved(kernels | slices, ROUNDS, CALLS)
-    timing.report("One token of 8 heads of 128 float32, written by", low)
-
-    session = Session(append)
-    steps = {c: session.bind(cache=committed(c)) for c in caches}
-    position = np.array(700)
-    runs: dict[str, Callable[[], object]] = {
-        f"step.run, capacity {c:,}": lambda step=step: step.run(values=values, position=position)
-        for c, step in steps.items()
-    }
-    runs["onnxruntime session.run, a model of one Neg"] = one_node_session()
-    where = np.array([700])
-    for c in caches:
-        bound = bound_in_place(scatter_session(c), committed(c), values, where)
-        runs[f"onnxruntime TensorScatter bound in place, {c:,}"] = bound
-    high = timing.interleaved(runs, ROUNDS, CALLS)
-
-    feeds = {"values": values, "position": where}
-    scatters = {c: scatter_session(c) for c in caches}
-    copies = {
-        f"onnxruntime TensorScatter not bound, {c:,}": lambda c=c: scatters[c].run(
-            None, {"cache": caches[c], **feeds}
+def one_call(caches: list[np.ndarray], values: list[np.ndarray]) -> Call:
+    """All layers by one call: a table of instructions of a fused step."""
+    position = np.array(POSITION)
+    blocks = [
+        kernel.block(
+            moves.Tokens(
+                address(cache),
+                address(new),
+                address(position),
+                HEADS,
+                cache.shape[2],
+                1,
+                TOKEN,
+                TOKEN,
+                TOKEN,
+                0,
+            )
         )
-        for c in caches
-    }
-    high |= timing.interleaved(copies, 5)
-    timing.report("The same as a model", high)
-    for step in steps.values():
-        step.close()
+        for cache, new in zip(caches, values, strict=True)
+    ]
+    code = moves.tokens.ready().address
+    table = interpreter.table([(code, address(block), interpreter.FIRST) for block in blocks])
+    run, at, count = interpreter.run.ready(), address(table), len(table)
 
-    return timing.judge(
-        [
-            ("kernel, capacity 131,072 to 1,024", _ratio(low, "kernel"), 1.2),
-            ("kernel to slice assignment, capacity 131,072", _versus(low), 1.0),
-            ("step.run, capacity 131,072 to 1,024", _ratio(high, "step.run"), 1.2),
-            (
-                "step.run to onnxruntime's session.run of one node",
-                high["step.run, capacity 131,072"]
-                / high["onnxruntime session.run, a model of one Neg"],
-                2.0,
-            ),
-        ]
+    def write(keep: object = (caches, values, position, blocks, table)) -> None:
+        run(at, count)
+
+    return write
+
+
+def layers(rounds: int) -> dict[str, float]:
+    """Caches of many layers [us]."""
+    variants: dict[str, Call] = {}
+    values = [new_token() for _ in range(LAYERS)]
+    variants[f"{LAYERS} layers, one call"] = one_call(
+        [committed(LAYER_CAPACITY) for _ in values], values
     )
+    program = step_models.updates(LAYERS, HEADS, SIZE)
+    for fuse in ("off", "auto"):
+        caches = [committed(LAYER_CAPACITY) for _ in values]
+        step = Session(program, fuse=fuse).bind(caches=caches)
+        position = np.array(POSITION)
+        name = f'{LAYERS} layers, step.run, fuse="{fuse}"'
+        variants[name] = lambda s=step, p=position: s.run(values=values, position=p)
+    return timing.interleaved(variants, rounds, 20)
 
 
-def _ratio(times: dict[str, float], name: str) -> float:
-    return times[f"{name}, capacity {LARGE:,}"] / times[f"{name}, capacity {SMALL:,}"]
+def main(arguments: list[str] | None = None) -> bool:
+    """Measure, print, judge."""
+    parser = record.parser(__doc__)
+    parser.set_defaults(rounds=31)
+    parser.add_argument("--calls", type=int, default=200, help="a turn")
+    parser.add_argument("--capacities", type=int, nargs=2, default=[SMALL, LARGE])
+    given = parser.parse_args(arguments)
+    small, large = given.capacities
+    values = new_token()
+    names = {capacity: f"capacity {capacity:,}" for capacity in (small, large)}
 
+    low: dict[str, Call] = {}
+    for capacity, name in names.items():
+        ours, numpys = writing(committed(capacity), values)
+        low |= {f"kernel, {name}": ours, f"numpy slice assignment, {name}": numpys}
+    times = timing.interleaved(low, given.rounds, given.calls)
+    timing.report(f"One token of {HEADS} heads of {SIZE} float32, written by", times)
 
-def _versus(times: dict[str, float]) -> float:
-    kernel = times[f"kernel, capacity {LARGE:,}"]
-    return kernel / times[f"numpy slice assignment, capacity {LARGE:,}"]
+    session, position = Session(step_models.updates(1, HEADS, SIZE)), np.array(POSITION)
+    high: dict[str, Call] = {"onnxruntime session.run, a model of one Neg": one_node()}
+    for capacity, name in names.items():
+        step = session.bind(caches=[committed(capacity)])
+        high[f"step.run, {name}"] = lambda s=step: s.run(values=[values], position=position)
+        cache = committed(capacity)
+        bound = peer.tensor_scatter(cache, values, POSITION, 1, in_place=True)
+        high[f"onnxruntime TensorScatter bound in place, {name}"] = bound
+    models = timing.interleaved(high, given.rounds, given.calls)
+    copies = {
+        f"onnxruntime TensorScatter not bound, {name}": peer.tensor_scatter(
+            committed(capacity), values, POSITION, 1, in_place=False
+        )
+        for capacity, name in names.items()
+    }
+    models |= timing.interleaved(copies, min(given.rounds, 5))
+    timing.report("The same as a model", models)
+    many = layers(given.rounds)
+    timing.report(f"One token into {LAYERS} caches of {LAYER_CAPACITY:,}", many)
+
+    here, there = names.values()
+    at_most = Bound.AT_MOST
+    claims = [
+        Claim(f"kernel: us, {there}", times[f"kernel, {there}"], 1.0, at_most),
+        Claim(
+            f"kernel: time at {there}, in that at {here}",
+            times[f"kernel, {there}"] / times[f"kernel, {here}"],
+            1.2,
+            at_most,
+        ),
+        Claim(
+            "kernel: time, in that of a slice assignment",
+            times[f"kernel, {there}"] / times[f"numpy slice assignment, {there}"],
+            1.0,
+            at_most,
+        ),
+        Claim(
+            f"step.run: time at {there}, in that at {here}",
+            models[f"step.run, {there}"] / models[f"step.run, {here}"],
+            1.2,
+            at_most,
+        ),
+        Claim(
+            "step.run: time, in that of onnxruntime's session.run of one node",
+            models[f"step.run, {there}"] / models["onnxruntime session.run, a model of one Neg"],
+            2.0,
+            at_most,
+        ),
+        Claim(f"{LAYERS} layers: us in one call", many[f"{LAYERS} layers, one call"], 25, at_most),
+    ]
+    rows: list[Row] = [
+        {"variant": name, "us": time} for name, time in (times | models | many).items()
+    ]
+    return record.Record("update", record.options(given), rows, claims).conclude(given.json)
 
 
 if __name__ == "__main__":

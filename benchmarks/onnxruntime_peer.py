@@ -1,0 +1,194 @@
+"""Peers in onnxruntime: one node with prepared inputs, the cache bound as input and output.
+
+Workers spin while a run lasts and stop when it ends (``force_spinning_stop``): onnxruntime keeps
+its speed, and the next variant gets the cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import ml_dtypes  # noqa: F401  (bfloat16 in numpy)
+import numpy as np
+import onnx
+import onnxruntime
+from numpy.typing import NDArray
+from problem import Array, Problem
+
+Run = Callable[[], Array]
+
+
+class CacheType(NamedTuple):
+    """How GroupQueryAttention keeps a cache: type of the array, and bits where it is quantized."""
+
+    dtype: type[np.generic]
+    bits: int = 0
+
+
+GROUP_QUERY_TYPES = {
+    "float32": CacheType(np.float32),
+    "float16": CacheType(np.float16),
+    "int8": CacheType(np.int8, 8),
+    "int4": CacheType(np.uint8, 4),
+}
+
+
+def session(
+    node: onnx.NodeProto, feeds: Mapping[str, Array], outputs: Mapping[str, Any], threads: int
+) -> onnxruntime.InferenceSession:
+    """A session of one node; ``outputs`` are element types by name."""
+    element, info = onnx.helper.np_dtype_to_tensor_dtype, onnx.helper.make_tensor_value_info
+    graph = onnx.helper.make_graph(
+        [node],
+        "one",
+        [info(name, element(array.dtype), array.shape) for name, array in feeds.items()],
+        [info(name, element(np.dtype(dtype)), None) for name, dtype in outputs.items()],
+    )
+    opsets = [onnx.helper.make_opsetid("", 24), onnx.helper.make_opsetid("com.microsoft", 1)]
+    proto = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=11)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3  # it warns of every copy
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    return onnxruntime.InferenceSession(
+        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+
+
+def prepared(
+    node: onnx.NodeProto,
+    feeds: Mapping[str, Array],
+    shared: Mapping[str, str],
+    dtype: type[np.generic],
+    threads: int,
+) -> Run:
+    """A bound run of a node; ``shared`` says which output is stored where an input is.
+
+    Returns:
+        The first output that is not shared, of element type ``dtype``.
+    """
+    outputs = {name: feeds[shared[name]].dtype if name in shared else dtype for name in node.output}
+    made = session(node, feeds, outputs, threads)
+    binding = made.io_binding()
+    values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(x) for name, x in feeds.items()}
+    for name, value in values.items():
+        binding.bind_ortvalue_input(name, value)
+    for name, source in shared.items():
+        binding.bind_ortvalue_output(name, values[source])
+    for name in node.output:
+        if name not in shared:
+            binding.bind_output(name)
+
+    def run() -> Array:
+        made.run_with_iobinding(binding)
+        return binding.get_outputs()[len(shared)].numpy()  # in order of binding
+
+    return run
+
+
+def quantized(x: Array, bits: int) -> tuple[Array, NDArray[np.float32]]:
+    """Codes with one scale for the tensor, and the scale; two 4-bit codes a byte, low one first."""
+    most = 2 ** (bits - 1) - 1
+    scale = np.float32(np.abs(x).max() / most)
+    codes = np.clip(np.rint(x / scale), -most, most).astype(np.int8)
+    if bits == 8:
+        return codes, scale[np.newaxis]
+    nibbles = (codes + 8).astype(np.uint8)
+    return nibbles[..., ::2] | nibbles[..., 1::2] << 4, scale[np.newaxis]
+
+
+def group_query_attention(problem: Problem, kind: str, threads: int, spare: int = 0) -> Run:
+    """The operator that is made for this, past and present in one buffer.
+
+    Args:
+        problem: what is attended to; its newest tokens are written.
+        kind: one of ``GROUP_QUERY_TYPES``.
+        threads: of onnxruntime.
+        spare: tokens of the buffers beyond the valid ones.
+
+    Returns:
+        A run that gives (1, heads, new, head_size).
+    """
+    cache_type = GROUP_QUERY_TYPES[kind]
+    dtype = np.float16 if cache_type.dtype is np.float16 else np.float32
+    new, size = problem.new, problem.size
+
+    def flat(x: Array) -> Array:
+        return np.ascontiguousarray(x.swapaxes(0, 1).reshape(1, new, -1).astype(dtype))
+
+    names = ["query", "key", "value", "past_key", "past_value", "lengths", "total"]
+    feeds = {
+        "query": flat(problem.query),
+        "key": flat(problem.keys[:, -new:]),
+        "value": flat(problem.values[:, -new:]),
+    }
+    attributes: dict[str, object] = {}
+    caches = {"past_key": problem.keys, "past_value": problem.values}
+    if cache_type.bits:
+        attributes = {
+            "k_quant_type": "PER_TENSOR",
+            "v_quant_type": "PER_TENSOR",
+            "kv_cache_bit_width": cache_type.bits,
+        }
+        names += ["", "", "", "", "", "key_scale", "value_scale"]
+        for name, scale in (("past_key", "key_scale"), ("past_value", "value_scale")):
+            caches[name], feeds[scale] = quantized(caches[name], cache_type.bits)
+    for name, cache in caches.items():
+        room = np.ones((1, cache.shape[0], cache.shape[1] + spare, cache.shape[2]), cache.dtype)
+        room[0, :, : cache.shape[1]] = cache
+        feeds[name] = room.astype(cache_type.dtype, copy=False)
+    feeds["lengths"] = np.array([problem.tokens - 1], np.int32)
+    feeds["total"] = np.array(problem.tokens, np.int32)
+    node = onnx.helper.make_node(
+        "GroupQueryAttention",
+        names,
+        ["output", "present_key", "present_value"],
+        domain="com.microsoft",
+        num_heads=problem.heads,
+        kv_num_heads=problem.kv_heads,
+        **attributes,
+    )
+    shared = {"present_key": "past_key", "present_value": "past_value"}
+    run = prepared(node, feeds, shared, dtype, threads)
+    return lambda: run().reshape(1, new, problem.heads, size).swapaxes(1, 2)
+
+
+def attention(problem: Problem, dtype: type[np.generic], threads: int, spare: int = 0) -> Run:
+    """Attention of opset 24 over a cache that is written already; it reads the whole capacity."""
+    caches = [np.ones((1, x.shape[0], x.shape[1] + spare, x.shape[2]), dtype) for x in problem.kv]
+    for cache, x in zip(caches, problem.kv, strict=True):
+        cache[0, :, : problem.tokens] = x
+    names = ["query", "key_cache", "value_cache", "", "", "", "length"]
+    feeds = {
+        "query": problem.query[np.newaxis].astype(dtype),
+        "key_cache": caches[0],
+        "value_cache": caches[1],
+        "length": np.array([problem.tokens]),
+    }
+    node = onnx.helper.make_node("Attention", names, ["output"], is_causal=1)
+    return prepared(node, feeds, {}, dtype, threads)
+
+
+def tensor_scatter(
+    cache: Array, values: Array, position: int, threads: int, *, in_place: bool
+) -> Run:
+    """TensorScatter into ``cache`` (batch, heads, capacity, head_size); a copy if not in place."""
+    node = onnx.helper.make_node("TensorScatter", ["cache", "values", "position"], ["updated"])
+    feeds = {"cache": cache, "values": values, "position": np.array([position])}
+    if not in_place:
+        made = session(node, feeds, {"updated": cache.dtype}, threads)
+        return lambda: made.run(None, feeds)[0]
+    bound = session(node, feeds, {"updated": cache.dtype}, threads)
+    binding = bound.io_binding()
+    storage = onnxruntime.OrtValue.ortvalue_from_numpy(cache)
+    binding.bind_ortvalue_input("cache", storage)
+    binding.bind_ortvalue_output("updated", storage)
+    for name in ("values", "position"):
+        binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(feeds[name]))
+
+    def run() -> Array:
+        bound.run_with_iobinding(binding)
+        return cache
+
+    return run
