@@ -2,7 +2,8 @@
 
 A parallel call waits for its last thread. Where that thread gets no core, because something else
 works on the machine, it waits for a quantum of the scheduler: milliseconds instead of a tenth. So
-what a parallel call took is compared with what one thread would have taken.
+what a parallel call took is compared with what one thread would have taken. One loss is forgiven,
+for a core is away for a moment on any machine; losses that come again are followed by a pause.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from collections.abc import Iterator
 
 import numba
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 32, 4096  # calls
+_FIRST_PAUSE = 32  # calls
 _AGAIN = 128  # parallel calls, after which one thread shows again what it takes
 _WEIGHT = 0.1  # of a measurement that is slower than those before it
+_MOST_CREDIT, _FIRST_CREDIT, _AFTER_PAUSE = 6, 2, 1  # gains, of which a loss costs two
 
 _layer_lock = threading.Lock()
 _layer_is_safe = False
@@ -31,12 +33,17 @@ class Policy:
         pause: calls that are left to one thread before several are tried again.
         run: parallel calls in a row.
         next_pause: how long the next pause is; each one that follows soon is twice as long.
+        credit: losses that are forgiven, times two; a gain adds one. After a pause it is less than
+            a loss costs: a machine that is still busy costs one slow call.
+        longest: calls of a pause, at most: one slow call among so many is to be no matter.
     """
 
     pace: float | None = None
     pause: int = 0
     run: int = 0
     next_pause: int = _FIRST_PAUSE
+    credit: int = _FIRST_CREDIT
+    longest: int = 4096
 
     def parallel(self) -> bool:
         """Whether to try several threads for the next call."""
@@ -60,9 +67,13 @@ class Policy:
         """Several threads took so long."""
         if self.pace is None or seconds < work * self.pace:
             self.next_pause = max(_FIRST_PAUSE, self.next_pause - 1)
+            self.credit = min(_MOST_CREDIT, self.credit + 1)
             return
-        self.pause = self.next_pause
-        self.next_pause = min(2 * self.next_pause, _LONGEST_PAUSE)
+        self.credit -= 2
+        if self.credit >= 0:
+            return
+        self.credit, self.pause = _AFTER_PAUSE, self.next_pause
+        self.next_pause = min(2 * self.next_pause, self.longest)
 
 
 @contextlib.contextmanager

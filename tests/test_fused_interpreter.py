@@ -15,7 +15,7 @@ from onnx_inplace.numba_kernels.floats import floats
 from onnx_inplace.numba_kernels.fused import barrier, elementwise, interpreter, kernel
 from onnx_inplace.numba_kernels.fused.elementwise import Two
 from onnx_inplace.numba_kernels.memory import address as at
-from onnx_inplace.numba_kernels.memory import fetch_add, on_demand, store_int64
+from onnx_inplace.numba_kernels.memory import fetch_add, load_int64, on_demand, store_int64
 from onnx_inplace.numba_kernels.memory import kernel as compiled_kernel
 from onnx_inplace.runner import threads as policy
 
@@ -157,3 +157,25 @@ def test_waiting_is_reported_when_a_thread_comes_late():
 
 def test_one_thread_meets_nobody():
     assert _meet.ready()(0, 1) == 1  # a state at address 0 could not be read
+
+
+@compiled_kernel(kernel.KERNEL)
+def spend(arguments, thread, threads):
+    """As many nanoseconds as the argument says."""
+    begin = barrier.nanoseconds()
+    while barrier.nanoseconds() - begin < load_int64(arguments):
+        barrier.pause()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_clocks_add_up_what_each_instruction_takes(threads):
+    times = np.array([1_000_000, 0], np.int64)
+    rows = [(spend.ready().address, at(times) + 8 * k, interpreter.BARRIER) for k in (0, 1)]
+    table, state = interpreter.table(rows), interpreter.control()
+    clocks = interpreter.clocks(2, threads)
+    assert not clocks.any()
+    with policy.region(threads):
+        for runs in (1, 2, 3):
+            interpreter.run_clocked.ready()(at(table), 2, at(state), threads, at(clocks))
+            assert clocks[0, 0, 0] >= runs * 1_000_000
+    assert (clocks[: interpreter.team(state)] > 0).all()

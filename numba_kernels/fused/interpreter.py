@@ -11,7 +11,7 @@ from numba import njit, prange, types
 from numba.extending import intrinsic
 
 from onnx_inplace.numba_kernels.fused import barrier
-from onnx_inplace.numba_kernels.memory import load_int64, on_demand
+from onnx_inplace.numba_kernels.memory import load_int64, on_demand, store_int64
 
 BARRIER = 1
 """Flag: no thread goes on before all have done this instruction."""
@@ -20,6 +20,7 @@ FIRST = 2
 
 _INT = ir.IntType(64)
 _ROW = 24  # bytes of an instruction
+_CLOCK = 16  # bytes of its two times
 
 
 def table(instructions: Iterable[tuple[int, int, int]]) -> np.ndarray[Any, Any]:
@@ -32,6 +33,11 @@ def control() -> np.ndarray[Any, Any]:
     raw = np.zeros(barrier.SIZE + 64, np.uint8)
     begin = -raw.ctypes.data % 64
     return raw[begin : begin + barrier.SIZE].view(np.int64)
+
+
+def clocks(count: int, threads: int) -> np.ndarray[Any, Any]:
+    """Where runs add up times: (threads, count, 2) nanoseconds in an instruction, and behind it."""
+    return np.zeros((threads, count, 2), np.int64)
 
 
 def team(state: np.ndarray[Any, Any]) -> int:
@@ -50,7 +56,13 @@ def _call(typing_context, function, arguments, thread, threads):
 
 
 @njit
-def _walk(instructions, count, state, thread, threads):
+def _add(place, number):
+    store_int64(place, load_int64(place) + number)
+
+
+@njit
+def _walk(instructions, count, state, thread, threads, clocks):
+    clock, now = clocks + thread * count * _CLOCK, barrier.nanoseconds() if clocks else 0
     for row in range(instructions, instructions + count * _ROW, _ROW):
         function, arguments = load_int64(row), load_int64(row + 8)
         flags = load_int64(row + 16)
@@ -59,14 +71,28 @@ def _walk(instructions, count, state, thread, threads):
                 _call(function, arguments, 0, 1)
         else:
             _call(function, arguments, thread, threads)
+        if clocks:
+            before, now = now, barrier.nanoseconds()
+            _add(clock, now - before)
         if flags & BARRIER:
             barrier.meet(state, threads)
+        if clocks:
+            before, now = now, barrier.nanoseconds()
+            _add(clock + 8, now - before)
+            clock += _CLOCK
 
 
 @on_demand("void(int64,int64)")
 def run(instructions, count):
     """Run ``count`` instructions at an address, without the GIL, on the calling thread."""
-    _walk(instructions, count, 0, 0, 1)
+    _walk(instructions, count, 0, 0, 1, 0)
+
+
+@njit
+def _join(instructions, count, state, threads, clocks):
+    thread, members = barrier.join(state, threads)
+    if thread >= 0:
+        _walk(instructions, count, state, thread, members, clocks)
 
 
 @on_demand("int64(int64,int64,int64,int64)", parallel=True)
@@ -83,7 +109,15 @@ def run_parallel(instructions, count, state, threads):
     barrier.clear(state)
     for worker in prange(threads):
         if worker >= 0:  # of no worker in particular, and not for numba to move out of the loop
-            thread, members = barrier.join(state, threads)
-            if thread >= 0:
-                _walk(instructions, count, state, thread, members)
+            _join(instructions, count, state, threads, 0)
+    return load_int64(state + barrier.WAITED)
+
+
+@on_demand("int64(int64,int64,int64,int64,int64)", parallel=True)
+def run_clocked(instructions, count, state, threads, clocks):
+    """Like :data:`run_parallel`, and adds up times at the address of :func:`clocks`."""
+    barrier.clear(state)
+    for worker in prange(threads):
+        if worker >= 0:
+            _join(instructions, count, state, threads, clocks)
     return load_int64(state + barrier.WAITED)

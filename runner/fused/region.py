@@ -24,6 +24,7 @@ from onnx_inplace.runner.fused import products, templates
 from onnx_inplace.runner.fused.table import Bound, Builder, NotFused, Table
 from onnx_inplace.runner.fused.weights import Weights
 
+_LONGEST_PAUSE = 128  # runs on one thread, before several are tried again: half a second
 _VIEWS = {"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}
 
 
@@ -87,7 +88,7 @@ class Region:
         )  # who cannot come is not awaited
         self._control = b.control
         self._control_at = address(self._control)
-        self._policy = threads.Policy()
+        self._policy = threads.Policy(longest=_LONGEST_PAUSE)
         self._run = interpreter.run.ready()
         self._parallel = interpreter.run_parallel.ready() if b.threads > 1 else None
         self._fresh = [(slots[p.value], b.fresh[p.value], p.words) for p in self._table.patches]
