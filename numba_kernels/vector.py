@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import llvmlite.binding
 from llvmlite import ir
-from numba.core import cgutils, config
+from numba.core import cgutils
 
+from onnx_inplace.numba_kernels import cpu
 from onnx_inplace.numba_kernels.floats import BFLOAT16, FLOAT16, FLOAT32, SIZES
 from onnx_inplace.numba_kernels.pages_layout import E4M3, E5M2
 
@@ -28,16 +28,8 @@ _INTS = ir.VectorType(_INT32, LANES)
 
 
 def available() -> bool:
-    """Whether the CPU that numba compiles for has what the emitted code needs to be fast and right.
-
-    Without F16C the conversion of float16, without FMA the multiplication becomes a call of a
-    function that may not exist.
-    """
-    if config.CPU_FEATURES is not None or config.CPU_NAME not in (None, "host"):
-        features = config.CPU_FEATURES or ""
-        return all(f"+{name}" in features for name in ("avx2", "fma", "f16c"))
-    host = llvmlite.binding.get_host_cpu_features()
-    return all(host.get(name, False) for name in ("avx2", "fma", "f16c"))
+    """Whether the CPU has what the emitted code needs to be fast and right."""
+    return not cpu.missing(cpu.Path.AVX2)
 
 
 class Emitter:

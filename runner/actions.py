@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -11,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_inplace.compiler import steps
+from onnx_inplace.numba_kernels import cpu
 
 Array: TypeAlias = npt.NDArray[Any]
 DType: TypeAlias = np.dtype[Any]
@@ -22,24 +22,24 @@ Action = Callable[[Slots], None]
 """Reads its input slots, writes its output slots."""
 
 
-def _portable() -> bool:
-    return os.environ.get("ONNX_INPLACE_PORTABLE", "0") not in ("", "0")
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
     """How kernels may use the machine.
 
     Attributes:
         threads: upper bound for one kernel.
-        portable: use the kernels for every CPU also where there are faster ones; by default as the
-            environment says (``ONNX_INPLACE_PORTABLE=1``).
+        kernels: what they may name of the CPU's instructions; by default as the environment says.
         fuse: run fused steps where the plan has them and the rows of a run are few.
     """
 
     threads: int = 1
-    portable: bool = dataclasses.field(default_factory=_portable)
+    kernels: cpu.Path = dataclasses.field(default_factory=cpu.choose)
     fuse: bool = False
+
+    @property
+    def portable(self) -> bool:
+        """Whether to use the kernels for every CPU, also where there are faster ones."""
+        return self.kernels is cpu.Path.PORTABLE
 
 
 Factory = Callable[[steps.Kernel, Settings], Action]

@@ -118,7 +118,7 @@ class Kernels:
         self.decode: types.ModuleType | None = None
         self.prefill: types.ModuleType | None = None
         kind, size, group = shape.kind, shape.size, shape.group
-        if settings.portable or not vector.available():
+        if settings.portable:
             return
         if kind is None or size is None or group is None or size % vector.LANES:
             return

@@ -20,6 +20,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_inplace.compiler import errors, loader, planner, positions
+from onnx_inplace.numba_kernels import cpu
 from onnx_inplace.runner import binding, checks, execute, inputs, outputs, page_checks, storage
 from onnx_inplace.runner.actions import Settings
 from onnx_inplace.runner.page_port import PagedPort
@@ -86,9 +87,8 @@ class Session:
         self.outputs_type = outputs.outputs_type([name for name, _, _ in self.results])
         self._slot_of = {port.name: slot for slot, port in ports}
         path = Path(source) if isinstance(source, str | os.PathLike) else None
-        self._engine = execute.Engine(
-            self.plan, Settings(threads=threads, fuse=fuse == "auto"), path
-        )
+        settings = Settings(threads=threads, fuse=fuse == "auto", kernels=_kernels())
+        self._engine = execute.Engine(self.plan, settings, path)
         self.prechecks = checks.Prechecks(self.checks, self._slot_of)
         self.page_checks = page_checks.Checker(self.checks.pages, self._slot_of)
         self._kept = _disjoint(storage.interval(a) for a in self._engine.constants.values())
@@ -192,6 +192,13 @@ class Session:
         """Whether ``mine`` lies in a constant of the plan."""
         at = bisect.bisect_left(self._kept, (mine.stop, 0)) - 1
         return at >= 0 and self._kept[at].overlaps(mine)
+
+
+def _kernels() -> cpu.Path:
+    try:
+        return cpu.choose()
+    except ValueError as error:
+        raise errors.BindingError(str(error), "kernels") from None
 
 
 def _weights_in_memory(graph: ir.Graph) -> dict[str, Array]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from onnx.reference import ReferenceEvaluator
 
 from onnx_inplace.compiler import errors, steps
+from onnx_inplace.numba_kernels.cpu import Path
 from onnx_inplace.runner import attend, registry, threads
 from onnx_inplace.runner.actions import Settings
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.kernel
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 TOLERANCE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 2e-2}
-PATHS = [Settings(portable=True), Settings(), Settings(threads=2)]
+PATHS = [Settings(kernels=Path.PORTABLE), Settings(), Settings(threads=2)]
 path = pytest.mark.parametrize("how", PATHS, ids=["portable", "default", "threads"])
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import llvmlite.binding
 from llvmlite import ir
-from numba.core import config
 
+from onnx_inplace.numba_kernels import cpu
 from onnx_inplace.numba_kernels.floats import FLOAT16, FLOAT32
 from onnx_inplace.numba_kernels.fused.lanes import Lanes
 from onnx_inplace.numba_kernels.vector import LANES, VECTOR, Value
@@ -14,16 +13,9 @@ _BYTE, _SHORT, _INT = ir.IntType(8), ir.IntType(16), ir.IntType(32)
 _INTS = ir.VectorType(_INT, LANES)
 
 
-def _cpu_has(feature: str) -> bool:
-    """Whether the CPU that numba compiles for has a feature, by LLVM's name."""
-    if config.CPU_FEATURES is not None or config.CPU_NAME not in (None, "host"):
-        return f"+{feature}" in (config.CPU_FEATURES or "")
-    return bool(llvmlite.binding.get_host_cpu_features().get(feature, False))
-
-
 # Elsewhere the instruction does not exist, and LLVM aborts the process when it meets it.
-_WIDE = _cpu_has("avx512vnni")
-_NARROW = _cpu_has("avxvnni")
+_WIDE = not cpu.missing(cpu.Path.AVX512)
+_NARROW = cpu.has("avxvnni")
 
 
 class Dots(Lanes):

@@ -6,7 +6,7 @@ import dataclasses
 
 from onnx_inplace.compiler import errors
 from onnx_inplace.compiler.fused import Operation
-from onnx_inplace.numba_kernels import layout, specialise
+from onnx_inplace.numba_kernels import cpu, layout, specialise
 from onnx_inplace.numba_kernels.fused import attending, moves
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner import attend, operators_attention
@@ -32,7 +32,8 @@ def attention(b: Builder, o: Operation) -> None:
         raise NotFused(f"Attention of {query.shape} to {target.shape}")
     group = problem.heads // problem.kv_heads
     shape = attend.Shape(problem.kinds[1], problem.head_size, group)
-    kernels = attend.Kernels(Settings(1, b.portable), shape)
+    settings = Settings(1, cpu.Path.PORTABLE) if b.portable else Settings(1)
+    kernels = attend.Kernels(settings, shape)
     name = b.value(inputs[1] or 0)
     root, capacity = name.root or name.name, problem.capacity
 
