@@ -19,6 +19,8 @@ from collections.abc import Iterator
 import llvmlite
 import numba
 
+from onnx_inplace.numba_kernels import folders
+
 _SOURCES = pathlib.Path(__file__).parent
 _lock = threading.Lock()
 
@@ -27,17 +29,21 @@ _lock = threading.Lock()
 def folder() -> pathlib.Path | None:
     """The folder of this version; None where nothing can be written.
 
-    It is in ``ONNX_INPLACE_CACHE``, else in ``NUMBA_CACHE_DIR``, else in the user's caches.
+    It is in ``ONNX_INPLACE_CACHE``, else in ``NUMBA_CACHE_DIR``, else in the user's caches. Folders
+    of other versions beside it are deleted when nobody has used them for long.
     """
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     base = os.environ.get("ONNX_INPLACE_CACHE") or numba.config.CACHE_DIR or caches
     path = pathlib.Path(base).expanduser() / "onnx-inplace" / _digest()
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folders.claim(path)
         with tempfile.TemporaryFile(dir=path):
-            return path
+            pass
     except OSError:
         return None
+    with contextlib.suppress(OSError):
+        folders.sweep(path.parent)
+    return path
 
 
 def _digest() -> str:
