@@ -1,7 +1,7 @@
 """Functional bodies in a file: stock runtimes must compute what we compute.
 
 A function that stands under the name of an operator with an alias rule is either that operator's
-meaning, as we would write it, or it changes the contract (E113).
+meaning, as we would write it, or it changes the contract (E121).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ def foreign(proto: Any) -> list[Finding]:
     for version in sorted({o.version for o in imports if o.domain == contract.DOMAIN}):
         if version != contract.VERSION:
             message = f"{contract.DOMAIN} {version} is imported; {contract.VERSION} is known here."
-            findings.append(Finding("E113", message))
+            findings.append(Finding("E126", message))
     for function in proto.functions:
         key = ("" if function.domain == "ai.onnx" else function.domain, function.name)
         redefined = key in contract.RULES or key in _CONTROL_FLOW or key[0] == contract.DOMAIN
         if redefined and not operators.is_defined(*key):
             message = f"function {facts.function_scope(function)} redefines an operator."
-            findings.append(Finding("E113", message))
+            findings.append(Finding("E121", message))
     for _, node in derivation.all_nodes(proto):
         if node.domain == contract.DOMAIN and not operators.is_known(node.domain, node.op_type):
             message = f"{node.domain}::{node.op_type} is no operator that this version knows."
-            findings.append(Finding("E113", message, integrity.source(node)))
+            findings.append(Finding("E126", message, integrity.source(node)))
     return findings
 
 
@@ -58,7 +58,7 @@ def changed(model: ir.Model) -> list[Finding]:
         else:
             message = "" if same else f"{name} is not what this node means."
         if message:
-            findings.append(Finding("E113", message, integrity.source(node)))
+            findings.append(Finding("E121", message, integrity.source(node)))
     return findings
 
 

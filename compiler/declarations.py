@@ -20,6 +20,10 @@ CONTRACT = "onnx_inplace.contract"  # metadata key
 VERSION = 1
 
 
+class UnknownVersion(ValueError):
+    """A JSON contract that another version of this product wrote."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class FunctionDeclaration:
     """What the author of a function declared.
@@ -79,11 +83,15 @@ class Declarations:
         """Read what ``to_json`` wrote.
 
         Raises:
+            UnknownVersion: another version wrote it.
             ValueError: the text is something else.
         """
         content = json.loads(text)
-        if not isinstance(content, dict) or content.get("version") != VERSION:
-            raise ValueError(f"version {VERSION} of the contract is read here")
+        if not isinstance(content, dict) or "version" not in content:
+            raise ValueError("it is no object that has a version")
+        if content["version"] != VERSION:
+            found = content["version"]
+            raise UnknownVersion(f"version {found} of the JSON contract; {VERSION} is read here")
         keys = {"version", "inputs", "outputs", "functions"}
         if not keys <= set(content) <= keys | {"pages", "formats"}:
             raise ValueError(f"keys {sorted(content)}")

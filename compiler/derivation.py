@@ -100,6 +100,8 @@ class Derivation:
         self._protos = {facts.function_scope(f): f for f in own_functions(proto)}
         self._declarations = found
         self._done: dict[str, Analysed | None] = {}
+        self._faulty: set[str] = set()  # functions that break a rule, or call one that does
+        self._calls_faulty = False  # the block that is being analysed does
         for function in self.model.functions.values():
             self._function(function)
         returns = [found.outputs.get(str(v.name)) for v in self.model.graph.outputs]
@@ -135,9 +137,14 @@ class Derivation:
             if i < len(function.inputs)
         }
         returns = [roots.get(k) for k in range(len(function.outputs))]
+        before, around = len(self.findings), self._calls_faulty
+        self._calls_faulty = False
         self._done[scope] = self._analyse(
             function, [Access[a] for a in declaration.access], returns
         )
+        if self._calls_faulty or len(self.findings) > before:
+            self._faulty.add(scope)
+        self._calls_faulty = around
         return self._done[scope]
 
     def _analyse(
@@ -150,13 +157,15 @@ class Derivation:
             aliases = alias.analyze(block, mutable, roots, self._callee, locate, foreign_ports)
         except ValueError as error:  # a call leaves out an input that is needed inside
             raise unreadable(error) from None
-        self.findings += aliases.findings
+        if not self._calls_faulty:  # else nobody knows what its calls do: one finding for one fault
+            self.findings += aliases.findings
         return Analysed(block, aliases, tuple(access))
 
     def _callee(self, node: ir.Node) -> alias.Summary | None:
         function = self.model.functions.get(node.op_identifier())
         if function is not None and not is_body(node.domain, node.op_type):
             analysed = self._function(function)
+            self._calls_faulty |= facts.function_scope(function) in self._faulty
             return None if analysed is None else analysed.aliases.summary
         return None
 

@@ -51,6 +51,10 @@ class Place:
         scope = f" in {self.scope.strip('/')}" if self.scope else ""
         return f"{self.where.value} `{self.name}`{scope}"
 
+    def inside(self, scope: str) -> bool:
+        """Whether this place can name the values of ``scope``."""
+        return self.scope == scope or self.scope.startswith(f"{scope}/")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ValueFact:
@@ -214,16 +218,8 @@ class _Walk:
 
 
 def stored(model: Any) -> Facts:
-    """The typed fields of a ``schema.ModelProto``.
-
-    A value that is described twice gets a fact that nothing equals.
-    """
-    facts: Facts = {}
-    for place, fact in _stored(model):
-        if place in facts and facts[place] != fact:
-            fact = ValueFact(-1, f"{facts[place]}, and {fact}")
-        facts[place] = fact
-    return facts
+    """The typed fields of a ``schema.ModelProto``, in which every value is described once."""
+    return dict(_stored(model))
 
 
 def _stored(model: Any) -> Iterator[tuple[Place, Fact]]:

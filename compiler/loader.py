@@ -1,16 +1,14 @@
 """File -> checked model. Derives the contract again and compares; trusts nobody.
 
-In this order: what contradicts itself (``integrity``), declarations that were lost, rules that the
-model breaks, facts that differ from what follows from rules and declarations. The first group with
-findings is reported, whole.
+In this order: what nobody here can read (``integrity``), what contradicts itself, declarations that
+were lost, rules that the model breaks, facts that differ from what follows from rules and
+declarations (``comparison``). The first group with findings is reported, whole.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import onnx_ir as ir
 
@@ -18,10 +16,9 @@ from onnx_inplace.compiler import (
     alias,
     bodies,
     capacity,
-    contract,
-    declarations,
+    comparison,
+    contradictions,
     derivation,
-    facts,
     files,
     flat,
     integrity,
@@ -31,7 +28,6 @@ from onnx_inplace.compiler import (
 from onnx_inplace.compiler.contract import Access
 from onnx_inplace.compiler.errors import ContractError, Finding
 from onnx_inplace.compiler.extents import Extents
-from onnx_inplace.compiler.facts import Where
 from onnx_inplace.compiler.program import Program
 
 
@@ -75,7 +71,8 @@ def load(source: Source) -> Loaded:
         source: a path, the bytes of a file, or a program; what is loaded already is given back.
 
     Raises:
-        errors.ContractError: the model breaks a rule, or its contract was lost or changed (E113).
+        errors.ContractError: the model breaks a rule, or its contract was lost (E113) or
+            changed (E101, E118 to E132).
         errors.ModelFileError: this is no model, or its weights are missing.
     """
     if isinstance(source, Loaded):
@@ -115,120 +112,29 @@ def verify_file(program: Program) -> Verified:
         errors.ContractError: all findings of the first group that has any.
     """
     proto = program.proto
-    _refuse(integrity.contradictions(proto))
     _refuse(integrity.unknown_fields(proto))
-    _refuse(_lost_declarations(proto))
-    _refuse(integrity.misplaced(proto))
+    promised = comparison.read_contract(proto)
+    _refuse(contradictions.contradictions(proto))
+    declared = [] if promised is None else comparison.declared(proto, promised)
+    _refuse([f for f in declared if f.code != "E123"])
+    _refuse(contradictions.misplaced(proto))
     _refuse(bodies.foreign(proto))
-    _refuse(_unmarked_nodes(proto))
+    _refuse(comparison.unmarked(proto))
     derived = derivation.Derivation(proto, program.weights)
     _refuse(derived.findings)
-    _refuse(list(_differences(proto, derived.facts())))
+    _refuse(list(comparison.derived(proto, derived.facts())))
+    _refuse(declared)  # the typed fields are what the model does: the JSON contract is wrong
     _refuse(page_contract.differences(proto, derived.model))
     _refuse(bodies.changed(derived.model))
     graph = derived.graph
-    declared = derivation.declared_returns(proto)
-    returns = tuple(declared.get(str(v.name)) for v in graph.block.outputs)
+    roots = derivation.declared_returns(proto)
+    returns = tuple(roots.get(str(v.name)) for v in graph.block.outputs)
     return Verified(derived.model, graph.access, returns)
 
 
 def _refuse(findings: list[Finding]) -> None:
     if findings:
         raise ContractError(findings)
-
-
-# -- comparison
-
-
-def read_contract(proto: Any) -> declarations.Declarations | None:
-    """The JSON contract; None where there is none.
-
-    Raises:
-        ValueError: it cannot be read, is not canonical, or stands there twice.
-    """
-    texts = [p.value for p in proto.metadata_props if p.key == declarations.CONTRACT]
-    if not texts:
-        return None
-    found = declarations.Declarations.from_json(texts[0])
-    if len(texts) > 1 or found.to_json() != texts[0]:
-        raise ValueError("it is not in canonical form, or stands there twice")
-    return found
-
-
-def _lost_declarations(proto: Any) -> list[Finding]:
-    """Typed declarations against the JSON."""
-    try:
-        promised = read_contract(proto)
-    except ValueError as error:
-        return [Finding("E113", f"The JSON contract in metadata_props cannot be read: {error}.")]
-    if promised is None:
-        return []
-    found = derivation.declared(proto)
-    findings = [
-        *_compare("graph input", promised.inputs, found.inputs),
-        *_compare("graph output", promised.outputs, found.outputs),
-        *_compare("pages of graph input", promised.pages, found.pages),
-        *_compare("page format", promised.formats, found.formats),
-    ]
-    names = {facts.function_scope(f): (f.input, f.output) for f in derivation.own_functions(proto)}
-    for scope in sorted({*promised.functions, *names}):
-        if scope not in names or scope not in promised.functions:
-            who = "the file" if scope in promised.functions else "the contract"
-            findings.append(Finding("E113", f"function {scope} is missing in {who}."))
-            continue
-        inputs, outputs = names[scope]
-        sides = []
-        for declaration in (promised.functions[scope], found.functions[scope]):
-            access = {_at(inputs, k): a for k, a in enumerate(declaration.access)}
-            roots = {_at(outputs, o): _at(inputs, i) for o, i in declaration.alias.items()}
-            pages = {_at(inputs, k): p for k, p in declaration.pages.items()}
-            sides.append((access, roots, pages))
-        (said_access, said_roots, said_pages), (access, roots, pages) = sides
-        findings += _compare(f"function {scope}, pages of parameter", said_pages, pages)
-        findings += _compare(f"function {scope}, parameter", said_access, access)
-        findings += _compare(f"function {scope}, result", said_roots, roots)
-    return findings
-
-
-def _at(names: Sequence[str], index: int) -> str:
-    return names[index] if index < len(names) else f"number {index}"
-
-
-def _compare(
-    what: str, promised: Mapping[str, object], found: Mapping[str, object]
-) -> Iterator[Finding]:
-    for name in sorted({*promised, *found}):
-        said, stands = promised.get(name), found.get(name)
-        if said != stands:
-            texts = ["nothing" if x is None else f"`{x}`" for x in (said, stands)]
-            message = f"{what} `{name}`: the contract says {texts[0]}, the file {texts[1]}."
-            yield Finding("E113", message)
-
-
-def _unmarked_nodes(proto: Any) -> list[Finding]:
-    """Nodes that always write, without a fact."""
-    findings = []
-    for scope, node in derivation.all_nodes(proto):
-        rule = contract.RULES.get((node.domain, node.op_type))
-        if rule is not None and not rule.functional and not node.output_alias:
-            name = facts.Place(scope, Where.NODE, facts.label(node.output))
-            message = f"{node.op_type}, {name}, has lost its output_alias."
-            findings.append(Finding("E113", message, integrity.source(node)))
-    return findings
-
-
-def _differences(proto: Any, derived: facts.Facts) -> Iterator[Finding]:
-    stored = facts.stored(proto)
-    sources = {
-        facts.Place(scope, Where.NODE, facts.label(node.output)): integrity.source(node)
-        for scope, node in derivation.all_nodes(proto)
-    }
-    for place in sorted({*stored, *derived}, key=lambda p: (p.scope, p.where.value, p.name)):
-        stands, follows = stored.get(place), derived.get(place)
-        if stands != follows:
-            texts = [str(fact) if fact is not None else "nothing" for fact in (stands, follows)]
-            message = f"{place}: the file says {texts[0]}; {texts[1]} follows from the model."
-            yield Finding("E113", message, sources.get(place))
 
 
 # -- inlining

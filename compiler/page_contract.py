@@ -97,9 +97,9 @@ def restore(proto: Any, promised: declarations.Declarations) -> list[Finding]:
     findings = []
     for where, page, info in named:
         if info is None:
-            findings.append(Finding("E113", f"{where}, a paged cache, is gone."))
+            findings.append(Finding("E124", f"{where}, a paged cache, is gone."))
         elif not page_declarations.is_carrier(info.type):
-            findings.append(Finding("E113", f"{where} is no sequence of uint8 tensors any more."))
+            findings.append(Finding("E122", f"{where} is no sequence of uint8 tensors any more."))
         else:
             page.write(info.type)
     return findings
@@ -129,7 +129,7 @@ class Declared:
     """The page formats that a file declares, and the types of its parameters.
 
     Attributes:
-        findings: E115, declarations that cannot be.
+        findings: declarations that cannot be (E115), or stand there twice (E125).
     """
 
     def __init__(self, proto: Any) -> None:
@@ -143,7 +143,7 @@ class Declared:
                 continue
             if found.name in self._formats:
                 message = f"the page format {found.name} is declared twice."
-                self.findings.append(Finding("E115", message))
+                self.findings.append(Finding("E125", message))
             self._formats[found.name] = found
 
     def forget(self, proto: Any, model: ir.Model) -> None:
@@ -168,7 +168,7 @@ class Declared:
 
 
 def differences(proto: Any, model: ir.Model) -> list[Finding]:
-    """E113: types of paged caches that do not follow from the model, or were lost."""
+    """Types of paged caches that were lost (E113), are none (E118), or are others (E122)."""
     findings = []
     for place, info, value in _infos(proto, model):
         stands = _stored(info.type)
@@ -180,7 +180,8 @@ def differences(proto: Any, model: ir.Model) -> list[Finding]:
         if stands != follows:
             texts = ["no pages" if x is None else x for x in (stands, follows)]
             message = f"{place}: the file says {texts[0]}; {texts[1]} follows from the model."
-            findings.append(Finding("E113", message))
+            code = "E113" if stands is None else "E118" if follows is None else "E122"
+            findings.append(Finding(code, message))
     return findings + _unused(proto, model)
 
 
@@ -195,13 +196,14 @@ def _stored(type_: Any) -> str | None:
 
 
 def _unused(proto: Any, model: ir.Model) -> list[Finding]:
-    """E113: declared page formats are those in use, in their order, and what the file requires."""
+    """Page formats that are declared are those in use (E113, E118), in their order (E122)."""
     copy = type(proto)()
     declare_formats(copy, (f for allowed in _paged(model) for f in allowed))
     stands, follows = ([q.name for q in p.quantizations] for p in (proto, copy))
     if stands != follows:
         message = f"the file declares the page formats {stands}; {follows} are in use."
-        return [Finding("E113", message)]
+        lost, extra = {*follows} - {*stands}, {*stands} - {*follows}
+        return [Finding("E113" if lost else "E118" if extra else "E122", message)]
     return []
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from onnx_inplace.compiler import (
+    comparison,
+    contradictions,
     declarations,
     derivation,
     emitter,
@@ -35,8 +37,8 @@ def restore(
         target: where to save the result; None: nowhere.
 
     Raises:
-        errors.ContractError: E113 if there is no JSON contract, or it speaks of values that are
-            gone; any code if the model does not keep it.
+        errors.ContractError: E113 if there is no JSON contract, E124 if it speaks of values that
+            are gone; any code if the model does not keep it.
         errors.ModelFileError: this is no model.
     """
     program = loader.open_program(source)
@@ -65,7 +67,7 @@ def annotated(program: Program) -> Program:
         errors.ContractError: the model does not keep what it declares.
     """
     proto = program.proto
-    _refuse(integrity.misplaced(proto))
+    _refuse(contradictions.misplaced(proto))
     derived = derivation.Derivation(proto, program.weights)
     _refuse(derived.findings)
     found, declared = derived.facts(), derivation.declared(proto)
@@ -83,11 +85,7 @@ def _refuse(findings: list[Finding]) -> None:
 
 
 def _contract(proto: Any) -> declarations.Declarations:
-    try:
-        promised = loader.read_contract(proto)
-    except ValueError as error:
-        message = f"The JSON contract in metadata_props cannot be read: {error}."
-        raise ContractError([Finding("E113", message)]) from None
+    promised = comparison.read_contract(proto)
     if promised is None:
         message = "There is no JSON contract in metadata_props: nothing says what was declared."
         raise ContractError([Finding("E113", message)])
@@ -138,19 +136,19 @@ def _declare(proto: Any, promised: declarations.Declarations) -> list[Finding]:
         if name in inputs:
             inputs[name].access = schema.READ_WRITE
         else:
-            findings.append(Finding("E113", f"the mutable graph input `{name}` is gone."))
+            findings.append(Finding("E124", f"the mutable graph input `{name}` is gone."))
     outputs = {v.name: v for v in proto.graph.output}
     for name, root in promised.outputs.items():
         if name not in outputs:
-            findings.append(Finding("E113", f"graph output `{name}`, alias of `{root}`, is gone."))
+            findings.append(Finding("E124", f"graph output `{name}`, alias of `{root}`, is gone."))
         elif name != root:
             outputs[name].alias_of = root
     for function in derivation.own_functions(proto):
         scope = facts.function_scope(function)
         declaration = promised.functions.get(scope)
         if declaration is None or len(declaration.access) != len(function.input):
-            message = f"the contract says nothing that fits function {scope}."
-            findings.append(Finding("E113", message))
+            message = f"the JSON contract says nothing that fits function {scope}."
+            findings.append(Finding("E123", message))
             continue
         infos = {info.name: info for info in function.value_info}
         for name, access in zip(function.input, declaration.access, strict=True):

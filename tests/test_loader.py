@@ -1,7 +1,7 @@
 """A file is believed when everything in it follows from its declarations, and refused otherwise."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import strategies
 
 from onnx_inplace import compiler
-from onnx_inplace.compiler import contract, declarations, errors, program, schema
+from onnx_inplace.compiler import contract, errors, program, schema
 from onnx_inplace.compiler.contract import DOMAIN
 from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, kv, model
 
@@ -78,130 +78,23 @@ def test_sources_are_read(tmp_path: Path) -> None:
     assert compiler.load(loaded) is loaded
 
 
-# -- what is refused: one fact changed
-
-
-def carriers(proto: Any) -> Iterator[Any]:
-    """Messages that hold a fact, in a fixed order."""
-
-    def graph(g: Any) -> Iterator[Any]:
-        yield from values((*g.input, *g.output, *g.value_info))
-        yield from nodes(g.node)
-
-    def values(infos: Any) -> Iterator[Any]:
-        yield from (v for v in infos if v.access or v.alias_of)
-
-    def nodes(ns: Any) -> Iterator[Any]:
-        for node in ns:
-            if node.output_alias:
-                yield node
-            for attribute in node.attribute:
-                if attribute.HasField("g"):
-                    yield from graph(attribute.g)
-
-    yield from graph(proto.graph)
-    for f in proto.functions:
-        if f.domain != contract.DOMAIN:
-            if f.output_alias:
-                yield f
-            yield from values(f.value_info)
-            yield from nodes(f.node)
-
-
-def drop(m: Any) -> None:
-    for field in ("access", "alias_of", "output_alias"):
-        if field in m.DESCRIPTOR.fields_by_name:
-            m.ClearField(field)
-
-
-def port(side: str, change: int) -> Callable[[Any], None]:
-    def mutate(m: Any) -> None:
-        setattr(m.output_alias[0], side, getattr(m.output_alias[0], side) + change)
-
-    return mutate
-
-
-def kind(m: Any) -> None:
-    m.output_alias[0].kind = schema.UNDEFINED
-
-
-def unknown_kind(m: Any) -> None:
-    m.output_alias[0].ClearField("kind")
-    m.output_alias[0].MergeFromString(b"\x18\x07")  # field 3, value 7
-
-
-def repeat(m: Any) -> None:
-    m.output_alias.add().CopyFrom(m.output_alias[0])
-
-
-def nowhere(m: Any) -> None:
-    m.alias_of = "no_such_value"
-
-
-def itself(m: Any) -> None:
-    m.alias_of = m.name
-
-
-def ordinary(m: Any) -> None:
-    m.alias_of = "new"
-
-
-MUTATIONS: dict[str, tuple[str, Callable[[Any], None], set[str]]] = {
-    "drop": ("", drop, {"E113"}),
-    "input out of range": ("output_alias", port("input_index", 99), {"E101"}),
-    "negative input": ("output_alias", port("input_index", -99), {"E101"}),
-    "output out of range": ("output_alias", port("output_index", 99), {"E101"}),
-    "another input": ("output_alias", port("input_index", 1), {"E101", "E113"}),
-    "kind": ("output_alias", kind, {"E101"}),
-    "unknown kind": ("output_alias", unknown_kind, {"E101"}),
-    "twice": ("output_alias", repeat, {"E101"}),
-    "unknown name": ("alias_of", nowhere, {"E113"}),
-    "cycle": ("alias_of", itself, {"E101"}),
-    "name of an ordinary value": ("alias_of", ordinary, {"E101", "E113"}),
-}
-
-
-@STATEFUL
-@pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_changed_fact_is_refused(name: str, mutation: str) -> None:
-    field, mutate, expected = MUTATIONS[mutation]
-    original = annotated(name)
-    count = 0
-    for k, carrier in enumerate(carriers(original)):
-        names = carrier.DESCRIPTOR.fields_by_name
-        if field and (field not in names or not getattr(carrier, field)):
-            continue
-        changed = copy.deepcopy(original)
-        mutate(list(carriers(changed))[k])
-        assert codes(changed) <= expected, (name, mutation, str(carrier))
-        count += 1
-    assert count or name in ("plain", "standard")
-
-
-@STATEFUL
-def test_a_lost_fact_is_named(name: str) -> None:
-    original = annotated(name)
-    for k, carrier in enumerate(carriers(original)):
-        changed = copy.deepcopy(original)
-        drop(list(carriers(changed))[k])
-        wanted = carrier.output[0] if hasattr(carrier, "output") else carrier.name
-        assert wanted in messages(changed) or carrier.name in messages(changed)
+# -- what is refused (one fact changed: ``test_annotations``)
 
 
 @STATEFUL
 def test_inputs_swapped_under_the_facts(name: str) -> None:
     original = annotated(name)
     count = 0
-    for k, carrier in enumerate(carriers(original)):
-        if not hasattr(carrier, "op_type") or carrier.op_type in ("Identity", "Loop"):
+    for k, node in enumerate(original.graph.node):
+        if not node.output_alias or node.op_type in ("Identity", "Loop"):
             continue
         changed = copy.deepcopy(original)
-        node = list(carriers(changed))[k]
+        node = changed.graph.node[k]
         node.input[0], node.input[1] = node.input[1], node.input[0]
         with pytest.raises(errors.InplaceError):
             compiler.load(changed.SerializeToString())
         count += 1
-    assert count
+    assert count or name == "loop"
 
 
 # -- what is refused: the declarations
@@ -216,49 +109,12 @@ def test_json_without_typed_fields(name: str) -> None:
     assert codes(stripped) == {"E113"}
 
 
-@STATEFUL
-def test_every_change_of_the_json_is_refused(name: str) -> None:
-    original = annotated(name)
-    text = original.metadata_props[0].value
-    assert original.metadata_props[0].key == declarations.CONTRACT
-    changes = [
-        text.replace("READ_WRITE", "READ_ONLY", 1),
-        text.replace("READ_ONLY", "READ_WRITE", 1),
-        text.replace('"version":1', '"version":2'),
-        text.replace('"outputs":{', '"outputs":{"extra":"cache",'),
-        text.replace('"inputs":{', '"inputs":{"extra":"READ_ONLY",'),
-        text.replace('"functions":{', '"functions":{"local:f:":{"access":[],"alias":{}},').replace(
-            "},}", "}}"
-        ),
-        text.replace(",", ", ", 1),
-        text.replace("READ_WRITE", "READ_MAYBE", 1),
-        text[:-1],
-        "[]",
-        "",
-    ]
-    for changed in changes:
-        assert changed != text
-        proto = copy.deepcopy(original)
-        proto.metadata_props[0].value = changed
-        assert codes(proto) == {"E113"}, changed
-    original.metadata_props.add(key=declarations.CONTRACT, value=text)
-    with pytest.raises(errors.InplaceError):
-        compiler.load(original.SerializeToString())
-
-
 def test_roots_of_functions_in_the_json() -> None:
     proto = annotated("calls")
     text = proto.metadata_props[0].value
     proto.metadata_props[0].value = text.replace('"0":1,"1":0', '"0":0,"1":1')
     assert proto.metadata_props[0].value != text
     assert "local:twice:" in messages(proto)
-
-
-@pytest.mark.parametrize("place", ["output", "value_info"])
-def test_read_write_where_it_may_not_stand(place: str) -> None:
-    proto = annotated("chain")
-    getattr(proto.graph, place)[0].access = schema.READ_WRITE
-    assert codes(proto) == {"E106"}
 
 
 def test_read_write_with_an_initializer() -> None:
@@ -278,7 +134,7 @@ def test_alias_of_a_read_only_input() -> None:
 def test_alias_of_names_an_output() -> None:
     proto = annotated("chain")
     next(v for v in proto.graph.value_info if v.name == "view").alias_of = "second"
-    assert codes(proto) == {"E101"}
+    assert codes(proto) == {"E119"}
 
 
 def test_access_dropped_everywhere() -> None:
@@ -310,7 +166,7 @@ def test_access_dropped_everywhere() -> None:
 def test_what_this_version_does_not_know_is_refused(path: Callable, data: bytes) -> None:
     proto = annotated("branches")
     path(proto).MergeFromString(data)
-    assert "E113" in codes(proto)
+    assert codes(proto) == {"E126"}
     assert "known" in messages(proto)
 
 
@@ -369,7 +225,7 @@ def test_another_body_is_another_contract() -> None:
     body = body_of(proto)
     scatter = next(n for n in body.node if n.op_type == "TensorScatter")
     next(a for a in scatter.attribute if a.name == "axis").i = 1
-    assert codes(proto) == {"E113"}
+    assert codes(proto) == {"E121"}
 
 
 def test_a_node_that_calls_the_body_of_another() -> None:
@@ -377,7 +233,7 @@ def test_a_node_that_calls_the_body_of_another() -> None:
     proto = annotated("chain")
     node = [n for n in proto.graph.node if n.op_type == "CacheUpdate"][-1]
     node.attribute.add(name="axis", i=-3, type=onnx.AttributeProto.INT)
-    assert codes(proto) >= {"E113"}
+    assert codes(proto) == {"E121"}
     assert "not what this node means" in messages(proto)
 
 
@@ -389,14 +245,14 @@ def test_functions_in_the_name_of_operators(domain: str, name: str) -> None:
     function = proto.functions.add(domain=domain, name=name, input=["x"], output=["y"])
     function.opset_import.add(domain="", version=25)
     function.node.add(op_type="Neg", input=["x"], output=["y"])
-    assert codes(proto) == {"E113"}
+    assert codes(proto) == {"E121"}
 
 
 def test_an_operator_of_ours_that_is_newer() -> None:
     proto = annotated("stateless")
     proto.opset_import.add(domain=DOMAIN, version=1)
     proto.graph.node[0].domain, proto.graph.node[0].op_type = DOMAIN, "Erase"
-    assert codes(proto) == {"E113"}
+    assert codes(proto) == {"E126"}
     assert "Erase" in messages(proto)
 
 
@@ -405,7 +261,7 @@ def test_a_version_of_our_domain_that_is_newer() -> None:
     for imported in proto.opset_import:
         if imported.domain == DOMAIN:
             imported.version = 2
-    assert codes(proto) == {"E113"}
+    assert codes(proto) == {"E126"}
     assert "onnx_inplace 2" in messages(proto)
 
 

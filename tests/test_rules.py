@@ -33,8 +33,11 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_rules_are_those_of_the_design():
-    assert set(errors.RULES) == {f"E{n}" for n in range(100, 118)} - {"E103"}
+OF_FILES = {"E113", "E114", *(f"E{n}" for n in range(118, 133))}  # not of an author's line
+
+
+def test_the_rules_are_those_of_the_design_and_of_files():
+    assert set(errors.RULES) == ({f"E{n}" for n in range(100, 118)} - {"E103"}) | OF_FILES
 
 
 @pytest.mark.parametrize("code", errors.RULES)
@@ -52,7 +55,7 @@ def test_the_failing_program_of_a_page_fails_there(code, tmp_path):
     page = errors.explain(code)
     error = findings_of(page.failing, path := tmp_path / "program.py")
     assert {f.code for f in error.findings} == {code}, str(error)
-    if code in ("E113", "E114"):  # of files, not of an author's line
+    if code in OF_FILES:
         return
     [finding], [(line, _)] = error.findings, marked(page.failing)
     assert (finding.location.file, finding.location.line) == (str(path), line), str(error)
