@@ -6,7 +6,7 @@ the inputs is named as unknown. What a sub-session holds inside is found by ``su
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 
@@ -21,6 +21,7 @@ from onnx_inplace.compiler import (
     workspace,
 )
 from onnx_inplace.compiler.conditions import Kind, Linear, Requirement
+from onnx_inplace.compiler.fused import Fusion
 from onnx_inplace.compiler.memory import Allocations, BlockUse, Fit, Footprint, Item, Use
 from onnx_inplace.compiler.new_pages import NewPages
 from onnx_inplace.compiler.notes import Copied
@@ -48,6 +49,7 @@ def build(
     nodes: Mapping[int, Sequence[ir.Node]],
     copies: Sequence[Copied],
     made: Sequence[NewPages],
+    fusion: Fusion,
 ) -> Footprint:
     """What ``block`` needs.
 
@@ -59,8 +61,10 @@ def build(
         nodes: of steps, by their ``id``.
         copies: of the plan.
         made: pages that steps may make.
+        fusion: of the plan.
     """
-    return _Collector(loaded, values, slots, nodes).run(block, copies, made)
+    held = resident.Resident(block, values, list(slots), nodes, fusion)
+    return _Collector(loaded, values, slots, nodes).run(block, copies, made, held.forms)
 
 
 class _Collector:
@@ -76,7 +80,13 @@ class _Collector:
         self.unknown: dict[str, None] = {}
         self.simulation = subsession_memory.Simulation(self.known, self.bytes)
 
-    def run(self, block: Block, copies: Sequence[Copied], made: Sequence[NewPages]) -> Footprint:
+    def run(
+        self,
+        block: Block,
+        copies: Sequence[Copied],
+        made: Sequence[NewPages],
+        weights: Callable[[str], Mapping[str, int]],
+    ) -> Footprint:
         graph = self.loaded.model.graph
         dims = {
             size: None
@@ -94,7 +104,7 @@ class _Collector:
             tuple(self.fits()),
             tuple(self.unknown),
             tuple(self.simulation.estimates),
-            resident.weights(block, self.values, self.of_slot, self.nodes),
+            weights,
             pages,
         )
 

@@ -8,7 +8,7 @@ counted once, however often it is written.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -184,7 +184,8 @@ class Footprint:
         fits: what must hold of the dimensions.
         unknown: see ``Memory``.
         estimates: see ``Memory``.
-        weights: bytes by what they are: as the model gives them, repacked, ...
+        weights: bytes by what they are: as the model gives them, repacked, ...; of a session that
+            is loaded with this choice of fused steps.
         pages: the most bytes of pages that each step may add to a paged cache in one run.
     """
 
@@ -195,29 +196,37 @@ class Footprint:
     fits: tuple[Fit, ...]
     unknown: tuple[str, ...]
     estimates: tuple[str, ...] = ()
-    weights: Mapping[str, int] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
+    weights: Callable[[str], Mapping[str, int]] = lambda fuse: MappingProxyType({})
     pages: tuple[Size, ...] = ()
 
     def memory(
-        self, dims: Mapping[str, int], threads: int = 1, *, portable: bool = False
+        self,
+        dims: Mapping[str, int],
+        threads: int = 1,
+        fuse: str = "auto",
+        *,
+        portable: bool = False,
     ) -> Memory:
         """What a run with these dimensions needs; formulas where some are missing.
 
         Args:
             dims: sizes by name of the dimension.
             threads: how many a run may use.
+            fuse: what the session is loaded with.
             portable: of the kernels for every CPU, not of those for AVX-512.
 
         Raises:
-            BindingError: the model has no such dimension, or the size is none.
+            BindingError: the model has no such dimension, or the size is none; or there is no such
+                choice.
             ContractError: no run with these dimensions is possible (E112, E102).
         """
         self._known(dims)
+        held = self.weights(fuse)
         if threads < 1:
             raise BindingError(f"threads is {threads}: at least 1 is needed.", "threads")
         given = machine(dims, threads, portable)
         if len(dims) < len(self.dims):
-            return self._memory(*self._formulas(given))
+            return self._memory(held, *self._formulas(given))
         self._possible(dims)
         alive, most = _most(self.block, given)
         buffers = sum(_laid_out(block, dims)[1] for block in self.block.all())
@@ -225,14 +234,20 @@ class Footprint:
             sum(sizes.evaluate(size, dims) for size in terms)
             for terms in (self.caches, self.pages, self.copied)
         )
-        return self._memory(caches, buffers + alive, most - alive, pages, copied)
+        return self._memory(held, caches, buffers + alive, most - alive, pages, copied)
 
     def _memory(
-        self, caches: Bytes, values: Bytes, workspace: Bytes, pages: Bytes, copied: Bytes
+        self,
+        held: Mapping[str, int],
+        caches: Bytes,
+        values: Bytes,
+        workspace: Bytes,
+        pages: Bytes,
+        copied: Bytes,
     ) -> Memory:
-        weights = sum(self.weights.values())
+        weights = sum(held.values())
         return Memory(
-            caches, values, workspace, pages, weights, self.weights, copied, self.unknown,
+            caches, values, workspace, pages, weights, held, copied, self.unknown,
             self.estimates,
         )  # fmt: skip
 

@@ -134,7 +134,7 @@ class _Planner:
             proofs=listing.proofs(self.loaded.judgements),
             new_pages=made,
             footprint=footprint.build(
-                self.loaded, block, values, self.slots, self.nodes, copies, made
+                self.loaded, block, values, self.slots, self.nodes, copies, made, fusion
             ),
             fused=fusion,
         )
@@ -142,9 +142,15 @@ class _Planner:
     def fusing(self) -> fuse.Planner:
         """What the fused alternative is made with: one copy of a weight serves both."""
         weights = frozenset(self.graph.initializers.values())
+
+        def sub_session(nodes: tuple[ir.Node, ...], wanted: set[ir.Value]) -> Step:
+            step = self.sub_session(nodes, wanted, weights)
+            self.nodes[id(step)] = nodes
+            return step
+
         return fuse.Planner(
             self.slot,
-            lambda nodes, wanted: self.sub_session(nodes, wanted, weights),
+            sub_session,
             self.special_steps.__getitem__,
             self.model.opset_imports,
         )

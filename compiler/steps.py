@@ -354,20 +354,22 @@ class ExecutionPlan:
     new_pages: tuple[NewPages, ...] = ()
     fused: Fusion = NOTHING
 
-    def memory(self, threads: int = 1, /, **dims: int) -> Memory:
+    def memory(self, threads: int = 1, fuse: str = "auto", /, **dims: int) -> Memory:
         """What a run needs, before anything is allocated.
 
         Args:
             threads: how many a run may use; only by position, so that a dimension may have the
                 name.
+            fuse: what the session is loaded with: its weights depend on it. Only by position.
             **dims: sizes of the dimensions of the inputs; without all of them the answer is in
                 formulas of the others. A dimension without a name is called ``input[axis]``.
 
         Raises:
-            errors.BindingError: the model has no such dimension, or the size is none.
+            errors.BindingError: the model has no such dimension, or the size is none; or there is
+                no such choice.
             errors.ContractError: no run with these dimensions is possible (E112, E102).
         """
-        return self.footprint.memory(dims, threads)
+        return self.footprint.memory(dims, threads, fuse)
 
     def layout(self, **dims: int) -> tuple[Mapping[int, tuple[int, int]], ...]:
         """Begin and end of each buffer in the arena of its block, by slot.

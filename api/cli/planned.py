@@ -88,7 +88,11 @@ _PARTS = (
 
 def memory_rows(memory: Memory) -> list[tuple[str, str, str]]:
     """Title, amount and meaning of each part; formulas where dimensions are missing."""
-    rows = [(title, amount(getattr(memory, name)), note) for name, title, note in _PARTS]
+    rows = []
+    for name, title, note in _PARTS:
+        rows.append((title, amount(getattr(memory, name)), note))
+        if name == "weights" and len(memory.weights_in) > 1:
+            rows += [("", amount(size), form) for form, size in memory.weights_in.items()]
     if memory.unknown:
         rows.append(("not counted", ", ".join(memory.unknown), "depends on data"))
     if memory.estimates:
