@@ -46,7 +46,7 @@ def infer(model: ir.Model) -> None:
         errors.ModelFileError: types contradict each other.
     """
     with weights.detached(model.graph, _PAYLOAD):
-        proto = ir.to_proto(model)
+        proto = ir.serde.serialize_model(model)
     values = list(_values(model.graph))
     pages = {str(v.name): v for v in values if paged_types.is_paged(v)}
     _show_pages(proto.graph, pages)

@@ -8,6 +8,7 @@ become steps, and what copies or falls back is listed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from types import MappingProxyType
 
@@ -133,8 +134,11 @@ class _Planner:
             ),
             proofs=listing.proofs(self.loaded.judgements),
             new_pages=made,
-            footprint=footprint.build(
-                self.loaded, block, values, self.slots, self.nodes, copies, made, fusion
+            # a session does not ask for it, and it takes a quarter of the time of a plan
+            footprint_of=functools.cache(
+                lambda: footprint.build(
+                    self.loaded, block, values, self.slots, self.nodes, copies, made, fusion
+                )
             ),
             fused=fusion,
         )

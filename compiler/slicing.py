@@ -276,7 +276,7 @@ def _plain(node: ir.Node) -> onnx.NodeProto:
     source = forwarded(node)
     if source is not None:
         return onnx.helper.make_node("Identity", [str(source.name)], [str(node.outputs[0].name)])
-    proto = ir.to_proto(node)
+    proto = ir.serde.serialize_node(node)
     proto.ClearField("metadata_props")
     return proto
 
@@ -293,7 +293,7 @@ def _info(value: ir.Value) -> onnx.ValueInfoProto:
 
 def _info_with_shape(value: ir.Value) -> onnx.ValueInfoProto:
     """With the shape: onnxruntime asks for it in the body of a Scan, where none may change."""
-    info = ir.to_proto(value)
+    info = ir.serde.serialize_value(value)
     info.ClearField("metadata_props")
     return info
 
@@ -309,7 +309,9 @@ def _tensors(graph: ir.Graph, needed: set[ir.Value]) -> list[onnx.TensorProto]:
     for value in graph.initializers.values():
         if value in needed and value.const_value is not None:
             # with its bytes: the slice is loaded from memory, and reads no file
-            tensor = ir.to_proto(ir.Tensor(value.const_value.numpy(), value.const_value.dtype))
+            tensor = ir.serde.serialize_tensor(
+                ir.Tensor(value.const_value.numpy(), value.const_value.dtype)
+            )
             tensor.name = str(value.name)
             found.append(tensor)
     return found

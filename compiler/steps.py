@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import onnx_ir as ir
@@ -334,7 +334,7 @@ class ExecutionPlan:
         conditions: what is left to run time.
         new_pages: pages that a run may add to paged caches.
         proofs: what holds in every run, of positions, indices and lengths.
-        footprint: what ``memory`` is computed from.
+        footprint_of: computes ``footprint``, once, when somebody asks.
         fused: the other steps of runs with few rows.
     """
 
@@ -350,9 +350,14 @@ class ExecutionPlan:
     fallbacks: tuple[Fallback, ...]
     conditions: tuple[Condition, ...]
     proofs: tuple[Condition, ...]
-    footprint: Footprint = dataclasses.field(repr=False)
+    footprint_of: Callable[[], Footprint] = dataclasses.field(repr=False, compare=False)
     new_pages: tuple[NewPages, ...] = ()
     fused: Fusion = NOTHING
+
+    @property
+    def footprint(self) -> Footprint:
+        """What ``memory`` is computed from."""
+        return self.footprint_of()
 
     def memory(self, threads: int = 1, fuse: str = "auto", /, **dims: int) -> Memory:
         """What a run needs, before anything is allocated.

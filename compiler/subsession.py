@@ -54,7 +54,7 @@ def build(
             for domain, version in model.opset_imports.items()
             if domain in used
         ],
-        functions=[ir.to_proto(f) for f in functions],
+        functions=[ir.serde.serialize_function(f) for f in functions],
     )
     outside = [v for v in initializers if not _stands_inside(v)]
     return SubSession(
@@ -75,7 +75,7 @@ def inputs(nodes: Sequence[ir.Node]) -> list[ir.Value]:
 
 def _node(node: ir.Node) -> onnx.NodeProto:
     """A node whose name says where it comes from: the library's errors quote it."""
-    proto = ir.to_proto(node)
+    proto = ir.serde.serialize_node(node)
     _name_nodes(proto, node)
     return proto
 
@@ -110,7 +110,7 @@ def _stands_inside(value: ir.Value) -> bool:
 def _initializer(value: ir.Value) -> onnx.TensorProto:
     tensor = _tensor(value)
     if _stands_inside(value):
-        proto = ir.to_proto(tensor)
+        proto = ir.serde.serialize_tensor(tensor)
         proto.name = _name(value)
         return proto
     proto = onnx.TensorProto(name=_name(value), data_type=tensor.dtype.value)
@@ -129,7 +129,7 @@ def _initializer(value: ir.Value) -> onnx.TensorProto:
 
 
 def _info(value: ir.Value) -> onnx.ValueInfoProto:
-    info = ir.to_proto(value)
+    info = ir.serde.serialize_value(value)
     if info.type.WhichOneof("value") is None:
         node = value.producer()
         raise errors.UnsupportedOperator(

@@ -61,7 +61,7 @@ def _body(
     schema = onnx.defs.get_schema("Attention", opset, "")
     types = []
     for port, value in enumerate(node.inputs):
-        type_ = onnx.TypeProto() if value is None else ir.to_proto(value).type
+        type_ = onnx.TypeProto() if value is None else ir.serde.serialize_value(value).type
         if port in narrow:
             type_.tensor_type.elem_type = _FLOAT
         types.append(type_.SerializeToString())
