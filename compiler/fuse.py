@@ -18,6 +18,7 @@ from onnx_inplace.compiler import (
     calls,
     flat,
     fusable,
+    fusable_context,
     integrity,
     lifetimes,
     partition,
@@ -47,7 +48,7 @@ class Planner:
 
 
 def build(
-    graph: ir.Graph, order: partition.Order, context: fusable.Context, planner: Planner
+    graph: ir.Graph, order: partition.Order, context: fusable_context.Context, planner: Planner
 ) -> Fusion:
     """The fused alternative of a main graph that is ordered."""
     reasons = {node: fusable.reason(node, context) for node in _nodes(order)}
@@ -81,7 +82,7 @@ def _preparing(
     nodes: list[ir.Node],
     chosen: Collection[ir.Node],
     products: Collection[ir.Node],
-    context: fusable.Context,
+    context: fusable_context.Context,
 ) -> set[ir.Node]:
     """Chosen nodes that an ordinary node needs and that need no product, no cache themselves."""
     depends: set[ir.Node] = set()
@@ -104,8 +105,9 @@ def _preparing(
 
 
 def _is_preparation(node: ir.Node) -> bool:
-    """Whether a node makes integers or truths, which stay with the library for good reason."""
-    return all(v.dtype is not None and not v.dtype.is_floating_point() for v in node.outputs)
+    """Whether a node makes integers or truths of such, which the library does for good reason."""
+    values = [v for v in (*node.inputs, *node.outputs) if v is not None]
+    return all(v.dtype is not None and not v.dtype.is_floating_point() for v in values)
 
 
 def _title(node: ir.Node) -> str:
@@ -116,7 +118,7 @@ def _title(node: ir.Node) -> str:
 def _block(
     graph: ir.Graph,
     groups: Iterable[tuple[bool, tuple[ir.Node, ...]]],
-    context: fusable.Context,
+    context: fusable_context.Context,
     planner: Planner,
 ) -> Block:
     parts: list[tuple[bool, tuple[ir.Node, ...]]] = []
@@ -143,7 +145,9 @@ def _block(
     )
 
 
-def _split(nodes: tuple[ir.Node, ...], context: fusable.Context) -> list[tuple[ir.Node, ...]]:
+def _split(
+    nodes: tuple[ir.Node, ...], context: fusable_context.Context
+) -> list[tuple[ir.Node, ...]]:
     """Sub-sessions, and nodes that are steps of their own, in order."""
     parts: list[list[ir.Node]] = []
     for node in nodes:
@@ -162,14 +166,14 @@ class _Region:
         self,
         nodes: tuple[ir.Node, ...],
         wanted: Collection[ir.Value],
-        context: fusable.Context,
+        context: fusable_context.Context,
         planner: Planner,
     ):
         self.nodes, self.wanted, self.context, self.planner = nodes, wanted, context, planner
         self.index: dict[ir.Value, int] = {}
 
     def step(self) -> Fused:
-        operations = [self.operation(node) for node in self.nodes]
+        operations = [self.operation(node) for node in self.nodes if not self.constant(node)]
         made = {v for node in self.nodes for v in node.outputs}
         inputs = tuple(
             Link(k, self.planner.slot(v))
@@ -197,11 +201,19 @@ class _Region:
             node.op_type,
             self.planner.opsets.get(node.domain, 1),
             tuple(None if v is None else self.number(v) for v in node.inputs),
-            tuple(self.number(v) if v.name else None for v in node.outputs),
+            tuple(self.number(v) if self.needed(v) else None for v in node.outputs),
             attributes_of(node),
             MappingProxyType(roots),
             integrity.source(node),
         )
+
+    def constant(self, node: ir.Node) -> bool:
+        """Whether a node only holds a weight: there is nothing to do."""
+        return all(self.context.constant(v) for v in node.outputs)
+
+    def needed(self, output: ir.Value) -> bool:
+        """Whether an output is made: something uses it, or it is the caller's storage."""
+        return fusable_context.wanted(output) or self.context.root(output)
 
     def number(self, value: ir.Value) -> int:
         return self.index.setdefault(value, len(self.index))
@@ -216,7 +228,7 @@ class _Region:
             value.name or "",
             value.dtype,
             self.context.known.shape(value),
-            value.const_value if self.context.constant(value) else None,
+            self.context.tensor(value),
             self.context.content(value),
             None if root is None else root.name,
         )

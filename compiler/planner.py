@@ -21,7 +21,7 @@ from onnx_inplace.compiler import (
     control,
     fixed,
     footprint,
-    fusable,
+    fusable_context,
     fuse,
     integrity,
     lifetimes,
@@ -102,7 +102,7 @@ class _Planner:
         often = {v for v, count in self.used.items() if count > 1}
         self.shared = frozenset(often | (self.outside & set(self.used)))
         block = self.block(ordered)
-        context = fusable.Context(self.loaded.extents, self.facts)
+        context = fusable_context.Context(self.loaded.extents, self.facts, self.model.opset_imports)
         fusion = fuse.build(graph, ordered.order, context, self.fusing())
         values = tuple(self.describe(v) for v in self.slots)
         every = list(graph.all_nodes())

@@ -13,6 +13,8 @@ import onnx
 
 from onnx_inplace.compiler.errors import ModelFileError
 
+_OF_ONNXRUNTIME = {"SimplifiedLayerNormalization"}  # registered by it in the standard domain
+
 
 def check(proto: Any, path: str) -> None:
     """Refuse what is no valid ONNX model.
@@ -31,6 +33,9 @@ def check(proto: Any, path: str) -> None:
     for value in (*bare.graph.input, *bare.graph.output):
         if value.type.HasField("tensor_type"):
             value.type.tensor_type.shape.SetInParent()  # the checker wants one; none is any rank
+    for node in bare.graph.node:
+        if node.op_type in _OF_ONNXRUNTIME and not node.domain:
+            node.domain = "com.microsoft"  # where the checker lets operators pass it does not know
     try:
         onnx.checker.check_model(bare.SerializeToString())
     except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:

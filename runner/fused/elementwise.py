@@ -9,22 +9,30 @@ from onnx_inplace.numba_kernels.fused import elementwise as kernels
 from onnx_inplace.numba_kernels.fused.elementwise import One, Two
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner.actions import Array
-from onnx_inplace.runner.fused.table import Builder, NotFused
+from onnx_inplace.runner.fused.table import Builder
 
 BINARY = {"Add": Two.ADD, "Sub": Two.SUBTRACT, "Mul": Two.MULTIPLY, "Div": Two.DIVIDE}
-UNARY = {
-    "Sigmoid": One.SIGMOID,
-    "Tanh": One.TANH,
-    "Relu": One.RELU,
+STANDARD = {
     "Neg": One.NEGATE,
     "Exp": One.EXP,
     "Sqrt": One.SQUARE_ROOT,
     "Abs": One.ABSOLUTE,
     "Erf": One.ERF,
+    "Reciprocal": One.RECIPROCAL,
+    "Softplus": One.SOFTPLUS,
+}
+"""Operators of one number, by name."""
+
+ACTIVATIONS = {
+    "Sigmoid": One.SIGMOID,
+    "Tanh": One.TANH,
+    "Relu": One.RELU,
     "Silu": One.SILU,
     "Gelu": One.GELU,
     "GeluTanh": One.GELU_TANH,
 }
+"""What may follow a product, as ``compiler.patterns`` calls it."""
+
 GATES = {
     "Silu": Two.SILU_MULTIPLY,
     "Gelu": Two.GELU_MULTIPLY,
@@ -38,7 +46,7 @@ def binary(b: Builder, o: Operation) -> None:
     """Add, Sub, Mul, Div of arrays that numpy's rules broadcast."""
     first, second = (b.array(k) for k in o.inputs)
     target, written = b.writing(o.outputs[0])
-    _binary(b, BINARY[o.op_type], first, second, target)
+    binary_of(b, BINARY[o.op_type], first, second, target)
     written()
 
 
@@ -46,11 +54,12 @@ def gated(b: Builder, o: Operation) -> None:
     """``activation(gate) * up``."""
     gate, up = (b.array(k) for k in o.inputs)
     target, written = b.writing(o.outputs[0])
-    _binary(b, GATES[o.attributes["activation"]], gate, up, target)
+    binary_of(b, GATES[o.attributes["activation"]], gate, up, target)
     written()
 
 
-def _binary(b: Builder, operation: Two, first: Array, second: Array, target: Array) -> None:
+def binary_of(b: Builder, operation: Two, first: Array, second: Array, target: Array) -> None:
+    """One operation of two arrays that broadcast to ``target``, which is float32."""
     columns = target.shape[-1] if target.ndim else 1
     rows = target.size // columns if columns else 0
     a, a_row, a_single = _operand(b, first, target.shape)
@@ -100,16 +109,52 @@ def _after(lead: list[tuple[int, int]]) -> list[int]:
 
 def unary(b: Builder, o: Operation) -> None:
     """One number to one number."""
-    operation = UNARY.get(o.op_type)
-    if operation is None:
-        raise NotFused(f"{o.op_type} has no kernel")
-    apply(b, operation, o)
-
-
-def apply(b: Builder, operation: One, o: Operation) -> None:
-    """An operation of the first input to the first output."""
-    source = b.contiguous(b.array(o.inputs[0]))
+    source = b.array(o.inputs[0])
     target, written = b.writing(o.outputs[0])
+    _unary(b, (STANDARD | ACTIVATIONS)[o.op_type], source, target)
+    written()
+
+
+def _unary(b: Builder, operation: One, source: Array, target: Array) -> None:
+    source = b.contiguous(source)
     block = kernels.Unary(operation, address(source), address(target), target.size)
     b.emit(kernels.unary, block, [source], [target], first=target.size < SHARED)
+
+
+def swish(b: Builder, o: Operation) -> None:
+    """``x * sigmoid(alpha * x)``: Swish, and QuickGelu, whose factor is another one by default."""
+    factor = o.attributes.get("alpha", 1.702 if o.op_type == "QuickGelu" else 1.0)
+    source = b.contiguous(b.array(o.inputs[0]))
+    target, written = b.writing(o.outputs[0])
+    gate = b.temporary(source.shape)
+    binary_of(b, Two.MULTIPLY, source, b.lasting(np.full(1, factor, np.float32)), gate)
+    _unary(b, One.SIGMOID, gate, gate)
+    binary_of(b, Two.MULTIPLY, source, gate, target)
+    written()
+
+
+def biased_gelu(b: Builder, o: Operation) -> None:
+    """BiasGelu, and FastGelu with a bias."""
+    source, bias = (b.array(k) for k in o.inputs)
+    target, written = b.writing(o.outputs[0])
+    binary_of(b, Two.ADD, source, bias, target)
+    _unary(b, One.GELU if o.op_type == "BiasGelu" else One.GELU_TANH, target, target)
+    written()
+
+
+def power(b: Builder, o: Operation) -> None:
+    """Pow with one of the exponents of ``fusable_rules.POWERS``."""
+    source, exponent = b.contiguous(b.array(o.inputs[0])), b.array(o.inputs[1])
+    target, written = b.writing(o.outputs[0])
+    match exponent.item():
+        case 0.5:
+            _unary(b, One.SQUARE_ROOT, source, target)
+        case 1.0:
+            _unary(b, One.IDENTITY, source, target)
+        case 2.0:
+            binary_of(b, Two.MULTIPLY, source, source, target)
+        case _:
+            square = b.temporary(source.shape)
+            binary_of(b, Two.MULTIPLY, source, source, square)
+            binary_of(b, Two.MULTIPLY, square, source, target)
     written()

@@ -17,7 +17,7 @@ from onnx_inplace.numba_kernels.fused import product_codes, product_floats, quan
 from onnx_inplace.numba_kernels.fused.elementwise import One
 from onnx_inplace.numba_kernels.memory import OnDemand, address
 from onnx_inplace.runner.actions import Array
-from onnx_inplace.runner.fused.elementwise import GATES, UNARY
+from onnx_inplace.runner.fused.elementwise import ACTIVATIONS, GATES
 from onnx_inplace.runner.fused.matrices import Packed
 from onnx_inplace.runner.fused.table import Builder, NotFused
 
@@ -51,7 +51,7 @@ def product(b: Builder, o: Operation) -> None:
         bias=0 if packed.bias is None else address(packed.bias),
         residual=0 if added is None else address(added),
         residual_row=4 * outputs,
-        operation=UNARY[activation] if activation and not gate else One.IDENTITY,
+        operation=ACTIVATIONS[activation] if activation and not gate else One.IDENTITY,
         gate=GATES[activation] if gate else 0,
         next_weights=0,
         next_panels=0,

@@ -8,21 +8,53 @@ from onnx_inplace.compiler.fused import Operation
 from onnx_inplace.numba_kernels import floats, layout
 from onnx_inplace.numba_kernels.fused import norms, quantize
 from onnx_inplace.numba_kernels.fused import rotary as turning
+from onnx_inplace.numba_kernels.fused.elementwise import Two
 from onnx_inplace.numba_kernels.memory import address
-from onnx_inplace.runner.fused import products
+from onnx_inplace.runner.actions import Array
+from onnx_inplace.runner.fused import angles, elementwise, products
 from onnx_inplace.runner.fused.table import Builder, NotFused
 
 
 def norm(b: Builder, o: Operation) -> None:
     """RMS or layer normalization over the last axis."""
-    source = b.contiguous(b.array(o.inputs[0]))
-    scale = b.contiguous(b.array(o.inputs[1]))
     bias = o.inputs[2] if len(o.inputs) > 2 else None
+    source = b.contiguous(b.array(o.inputs[0]))
+    _normalize(b, o, source, None, bias, centered=o.op_type == "LayerNormalization")
+
+
+def skip_norm(b: Builder, o: Operation) -> None:
+    """SkipLayerNormalization and its RMS form: of a sum, which is a result as well."""
+    centered = o.op_type == "SkipLayerNormalization"
+    bias = o.inputs[3] if centered and len(o.inputs) > 3 else None
+    last = 4 if centered else 3
+    added = o.inputs[last] if len(o.inputs) > last else None
+    source = b.contiguous(b.array(o.inputs[0]))
+    skip = b.contiguous(np.broadcast_to(b.array(o.inputs[1]), source.shape))
+    if added is not None:  # a row that is added to the sum
+        sum_ = b.temporary(source.shape)
+        elementwise.binary_of(b, Two.ADD, source, b.array(added), sum_)
+        source = sum_
+    _normalize(b, o, source, skip, bias, centered=centered)
+
+
+def _normalize(
+    b: Builder,
+    o: Operation,
+    source: Array,
+    skip: Array | None,
+    bias: int | None,
+    *,
+    centered: bool,
+) -> None:
+    """The norm of ``source + skip``; the sum goes to the fourth output, where there is one."""
+    scale = b.contiguous(b.array(o.inputs[1 if skip is None else 2]))
     added = None if bias is None else b.contiguous(b.array(bias))
     columns = source.shape[-1]
-    if scale.size != columns or (added is not None and added.size != columns):
-        raise NotFused(f"{o.op_type} with a scale of {scale.shape}")
     rows = source.size // columns
+    sums = o.outputs[3] if len(o.outputs) > 3 else None
+    total = None
+    if sums is not None:
+        total, summed = b.writing(sums)
     planes = products.planes_of(b, o.outputs[0]) or 0
     output, codes, each, row = 0, 0, 0, 0
     if planes:  # every thread for itself, with the integers that products take
@@ -34,8 +66,8 @@ def norm(b: Builder, o: Operation) -> None:
         output = address(target)
     block = norms.Norm(
         input=address(source),
-        skip=0,
-        total=0,
+        skip=0 if skip is None else address(skip),
+        total=0 if total is None else address(total),
         scale=address(scale),
         bias=0 if added is None else address(added),
         output=output,
@@ -43,39 +75,49 @@ def norm(b: Builder, o: Operation) -> None:
         rows=rows,
         columns=columns,
         input_row=4 * columns,
-        skip_row=0,
-        total_row=0,
+        skip_row=4 * columns,
+        total_row=4 * columns,
         output_row=4 * columns,
         codes_row=row,
-        centered=int(o.op_type == "LayerNormalization"),
-        epsilon=layout.bits(o.attributes.get("epsilon", 1e-5)),
+        centered=int(centered),
+        epsilon=layout.bits(o.attributes.get("epsilon", 1e-5 if skip is None else 1e-12)),
         planes=planes,
         each=each,
     )
-    reads = [source, scale, *([] if added is None else [added])]
+    reads = [array for array in (source, skip, scale, added) if array is not None]
+    writes = [] if total is None else [total]
     if planes:
-        b.emit(norms.norm, block, reads, [], first=False)
-        return
-    b.emit(norms.norm, block, reads, [target])
-    written()
+        b.emit(norms.norm, block, reads, writes, first=False)
+    else:
+        b.emit(norms.norm, block, reads, [*writes, target])
+        written()
+    if sums is not None:
+        summed()
 
 
 def rotary(b: Builder, o: Operation) -> None:
-    """RotaryEmbedding of (batch, heads, tokens, size), or of (batch, tokens, heads * size)."""
-    source = b.array(o.inputs[0])
-    cos, sin = (b.contiguous(b.array(k)) for k in o.inputs[1:3])
+    """RotaryEmbedding of (batch, heads, tokens, size), or of (batch, tokens, heads * size).
+
+    Both operators of this name; tables are the angles of every token, or of every position.
+    """
+    microsoft = o.domain == "com.microsoft"
+    inputs = (*o.inputs, None)[:4]
+    tables, places = (inputs[2:], inputs[1]) if microsoft else (inputs[1:3], inputs[3])
+    source = b.array(inputs[0])
     target, written = b.writing(o.outputs[0])
     output = target
     if source.ndim == 3:
-        heads = o.attributes.get("num_heads", 0)
-        if not heads:
-            raise NotFused("RotaryEmbedding without num_heads")
+        heads = o.attributes["num_heads"]
         split = (*source.shape[:2], heads, source.shape[2] // heads)
         source = b.contiguous(source).reshape(split).transpose(0, 2, 1, 3)
         output = target.reshape(split).transpose(0, 2, 1, 3)
     if source.dtype != np.float32 or source.strides[-1] != 4:
         source = b.contiguous(source)
     batch, heads, tokens, size = source.shape
+    if places is None:
+        cos, sin = (b.contiguous(b.array(k)) for k in tables)
+    else:
+        cos, sin = (angles.of_places(b, table, places, (batch, tokens)) for table in tables)
     rotated = o.attributes.get("rotary_embedding_dim", 0) or size
     if cos.shape != (batch, tokens, rotated // 2) or sin.shape != cos.shape:
         raise NotFused(f"RotaryEmbedding with angles {cos.shape}")

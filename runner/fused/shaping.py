@@ -43,11 +43,11 @@ def split(b: Builder, o: Operation) -> None:
     """Split: parts of an axis."""
     source, begin = b.array(o.inputs[0]), 0
     axis = o.attributes.get("axis", 0) % source.ndim
-    for output in o.outputs:
-        if output is None:
-            raise NotFused("Split with a part that nobody wants")
-        size = b.shape(output)[axis]
-        b.view(output, _part(source, axis, slice(begin, begin + size)))
+    given = b.integers(o.inputs[1]) if len(o.inputs) > 1 else o.attributes.get("split")
+    even = -(-source.shape[axis] // len(o.outputs))  # the last part may be smaller
+    for output, size in zip(o.outputs, given or [even] * len(o.outputs), strict=True):
+        if output is not None:
+            b.view(output, _part(source, axis, slice(begin, begin + size)))
         begin += size
 
 

@@ -11,50 +11,82 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from onnx_inplace.compiler import contract, fused
+from onnx_inplace.compiler import contract, fusable, fused
+from onnx_inplace.compiler.fusable_context import Rule
 from onnx_inplace.compiler.fused import Operation
-from onnx_inplace.runner.fused import attending, caches, elementwise, products, rows, shaping
+from onnx_inplace.runner.fused import (
+    attending,
+    caches,
+    elementwise,
+    products,
+    reducing,
+    rows,
+    shaping,
+)
 from onnx_inplace.runner.fused.table import Builder, NotFused
+
+_MICROSOFT = "com.microsoft"
 
 Template = Callable[[Builder, Operation], None]
 
 _lock = threading.Lock()
 _templates: dict[tuple[str, str], Template] = {
-    ("", "Identity"): shaping.reshape,
-    ("", "Reshape"): shaping.reshape,
-    ("", "Flatten"): shaping.reshape,
-    ("", "Squeeze"): shaping.reshape,
-    ("", "Unsqueeze"): shaping.reshape,
+    **{("", name): shaping.reshape for name in ("Identity", "Reshape", "Flatten")},
+    **{("", name): shaping.reshape for name in ("Squeeze", "Unsqueeze")},
     ("", "Transpose"): shaping.transpose,
     ("", "Split"): shaping.split,
     ("", "Slice"): shaping.slice_,
     ("", "Concat"): shaping.concat,
     ("", "Cast"): shaping.cast,
     ("", "Gather"): shaping.gather,
+    **{("", name): elementwise.binary for name in elementwise.BINARY},
+    **{("", name): elementwise.unary for name in elementwise.STANDARD},
+    **{(fused.DOMAIN, name): elementwise.unary for name in elementwise.ACTIVATIONS},
+    (fused.DOMAIN, "Gated"): elementwise.gated,
+    ("", "Swish"): elementwise.swish,
+    (_MICROSOFT, "QuickGelu"): elementwise.swish,
+    (_MICROSOFT, "BiasGelu"): elementwise.biased_gelu,
+    (_MICROSOFT, "FastGelu"): elementwise.biased_gelu,
+    ("", "Pow"): elementwise.power,
     ("", "RMSNormalization"): rows.norm,
     ("", "SimplifiedLayerNormalization"): rows.norm,
     ("", "LayerNormalization"): rows.norm,
+    (_MICROSOFT, "SkipLayerNormalization"): rows.skip_norm,
+    (_MICROSOFT, "SkipSimplifiedLayerNormalization"): rows.skip_norm,
     ("", "RotaryEmbedding"): rows.rotary,
+    (_MICROSOFT, "RotaryEmbedding"): rows.rotary,
+    **{("", name): reducing.reduce for name in reducing.REDUCTIONS},
+    ("", "Softmax"): reducing.softmax,
+    ("", "ArgMax"): reducing.argmax,
     (fused.DOMAIN, "Product"): products.product,
     ("", "TensorScatter"): caches.update,
     (contract.DOMAIN, "CacheUpdate"): caches.update,
     ("", "Attention"): attending.attention,
-    **{("", name): elementwise.binary for name in elementwise.BINARY},
-    **{("", name): elementwise.unary for name in elementwise.UNARY},
-    **{(fused.DOMAIN, name): elementwise.unary for name in elementwise.UNARY},
-    (fused.DOMAIN, "Gated"): elementwise.gated,
 }
 
 
-def register(domain: str, op_type: str, template: Template) -> None:
-    """Teach fused steps an operator; ``compiler.fusable`` needs a rule for it.
+def register(domain: str, op_type: str, rule: Rule, template: Template) -> None:
+    """Teach fused steps an operator: which nodes of it they can execute, and how.
+
+    Args:
+        domain: of the operator.
+        op_type: its name.
+        rule: why a node cannot be executed, or None. It is asked when a plan is made.
+        template: writes the instructions of a node that the rule accepts.
 
     Raises:
-        ValueError: the operator has another template already.
+        ValueError: the operator has another rule or template already.
     """
     with _lock:
+        fusable.register(domain, op_type, rule)
         if _templates.setdefault((domain, op_type), template) is not template:
             raise ValueError(f"{domain}::{op_type} has another template already")
+
+
+def operators() -> frozenset[tuple[str, str]]:
+    """Operators that have a template; those of ``fused.DOMAIN`` stand for patterns."""
+    with _lock:
+        return frozenset(_templates)
 
 
 def write(builder: Builder, operation: Operation) -> None:
