@@ -41,12 +41,21 @@ def operators() -> frozenset[tuple[str, str]]:
 
 def reason(node: ir.Node, context: Context) -> str | None:
     """Why a fused step cannot execute a node; None: it can."""
+    if decided(node, context):
+        return None
     rule = _rules.get((node.domain, node.op_type))
     if rule is None:
         return "no template"
     if node.op_type != "Split" and not (wanted(node.outputs[0]) or context.root(node.outputs[0])):
         return "its first result is not wanted"
     return unknown_shape(node, context) or rule(node, context)
+
+
+def decided(node: ir.Node, context: Context) -> bool:
+    """Whether weights and the dimensions of the inputs say what a node makes: nothing is to do."""
+    return bool(node.outputs) and all(
+        context.constant(v) or context.content(v) is not None for v in node.outputs
+    )
 
 
 def is_product(node: ir.Node, context: Context) -> bool:

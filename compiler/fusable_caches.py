@@ -5,7 +5,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnx_inplace.compiler import contract
-from onnx_inplace.compiler.fusable_context import Context, Rule, given, only
+from onnx_inplace.compiler.fusable_context import Context, Rule, given, is_float, only
+from onnx_inplace.compiler.sizes import Size
 
 
 def _update(node: ir.Node, context: Context) -> str | None:
@@ -34,8 +35,48 @@ def _attention(node: ir.Node, context: Context) -> str | None:
     return only(node, 0)
 
 
+def _page_ids(node: ir.Node, context: Context, index: int) -> str | None:
+    ids = given(node, index)
+    if ids is None or ids.dtype != ir.DataType.INT64:
+        return "its page ids are not INT64"
+    if context.rank(ids) > 2:
+        return "its page ids have more than two axes"
+    return None
+
+
+def _one_for_each(node: ir.Node, context: Context, index: int, batch: Size) -> str | None:
+    """An input holds one INT64 for each of ``batch`` sequences."""
+    value = given(node, index)
+    if value is None or value.dtype != ir.DataType.INT64:
+        return f"its input {index} is not INT64"
+    if context.shape(value) != (batch,) and (batch != 1 or context.shape(value) not in ((), (1,))):
+        return f"`{value.name}` is not one number for each sequence"
+    return None
+
+
+def _paged_update(node: ir.Node, context: Context) -> str | None:
+    if not context.root(node.outputs[0]):
+        return "it does not write storage of the caller"
+    ids = context.shape(given(node, 1)) or ()
+    batch = ids[0] if len(ids) == 2 else 1
+    if not is_float(given(node, 2)):
+        return "its values are no floats"
+    return _page_ids(node, context, 1) or _one_for_each(node, context, 3, batch)
+
+
+def _paged_attention(node: ir.Node, context: Context) -> str | None:
+    if not context.root(given(node, 1)):
+        return "its pages are not storage of the caller"
+    query = context.shape(node.inputs[0]) or (1,)
+    if not is_float(node.inputs[0]):
+        return "its queries are no floats"
+    return _page_ids(node, context, 2) or _one_for_each(node, context, 3, query[0])
+
+
 RULES: dict[tuple[str, str], Rule] = {
     ("", "TensorScatter"): _update,
     (contract.DOMAIN, "CacheUpdate"): _update,
     ("", "Attention"): _attention,
+    (contract.DOMAIN, "PagedCacheUpdate"): _paged_update,
+    (contract.DOMAIN, "PagedAttention"): _paged_attention,
 }

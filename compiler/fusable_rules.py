@@ -164,13 +164,6 @@ def _argmax(node: ir.Node, context: Context) -> str | None:
 # -- elements that only move
 
 
-def _constant(node: ir.Node, context: Context) -> str | None:
-    (value,) = node.outputs
-    if context.tensor(value) is None:
-        return "it holds no tensor"
-    return "it is a result" if value.is_graph_output() else None
-
-
 def _gather(node: ir.Node, context: Context) -> str | None:
     data, indices = node.inputs
     if not is_float(data):
@@ -216,7 +209,6 @@ RULES: dict[tuple[str, str], Rule] = {
     ("", "ArgMax"): _argmax,
     ("", "Gather"): _gather,
     ("", "Slice"): _slice,
-    ("", "Constant"): _constant,
     ("", "Identity"): parameters(),
     ("", "Flatten"): parameters(),
     ("", "Transpose"): parameters(),

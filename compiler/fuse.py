@@ -173,7 +173,14 @@ class _Region:
         self.index: dict[ir.Value, int] = {}
 
     def step(self) -> Fused:
-        operations = [self.operation(node) for node in self.nodes if not self.constant(node)]
+        operations = []
+        for node in self.nodes:
+            if not fusable.decided(node, self.context):
+                operations.append(self.operation(node))
+                continue
+            for value in node.outputs:
+                if value in self.wanted:
+                    self.number(value)  # an ordinary step asks for it
         made = {v for node in self.nodes for v in node.outputs}
         inputs = tuple(
             Link(k, self.planner.slot(v))
@@ -206,10 +213,6 @@ class _Region:
             MappingProxyType(roots),
             integrity.source(node),
         )
-
-    def constant(self, node: ir.Node) -> bool:
-        """Whether a node only holds a weight: there is nothing to do."""
-        return all(self.context.constant(v) for v in node.outputs)
 
     def needed(self, output: ir.Value) -> bool:
         """Whether an output is made: something uses it, or it is the caller's storage."""

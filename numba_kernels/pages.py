@@ -166,8 +166,8 @@ def _continue(description, address, before_description, before, valid, space):
             _set_offsets(address + half.at + h * half.head, half, space, valid, size)
 
 
-@on_demand("int64(" + ",".join(["int64"] * 9) + ")")
-def write(descriptions, layout, values, addresses, formats, fills, blocks, positions, space):
+@njit
+def write_tokens(descriptions, layout, values, addresses, formats, fills, blocks, positions, space):
     """Write new tokens into the pages of each row of the batch; how many numbers were clipped.
 
     A finite number is clipped when it becomes the largest one of its format, or an infinity; an
@@ -217,6 +217,14 @@ def write(descriptions, layout, values, addresses, formats, fills, blocks, posit
             fill[0] = max(fill[0], first + count)
             done += count
     return clipped
+
+
+@on_demand("int64(" + ",".join(["int64"] * 9) + ")")
+def write(descriptions, layout, values, addresses, formats, fills, blocks, positions, space):
+    """:func:`write_tokens`, called from outside of kernels."""
+    return write_tokens(
+        descriptions, layout, values, addresses, formats, fills, blocks, positions, space
+    )
 
 
 @on_demand("void(" + ",".join(["int64"] * 10) + ")")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,13 +25,24 @@ from onnx_inplace.runner.page_pieces import check_readable, reading
 from onnx_inplace.runner.page_store import PageStore
 
 
-class _Options(NamedTuple):
+class Options(NamedTuple):
     """Attributes of a node."""
 
     causal: bool
     left: int
     scale: float | None
     softcap: float
+
+    @classmethod
+    def of(cls, attributes: Mapping[str, Any]) -> Options:
+        """What a node says."""
+        scale = attributes.get("scale")
+        return cls(
+            bool(attributes.get("is_causal", 0)),
+            attributes.get("left_window_size", -1),
+            None if scale is None else float(scale),
+            float(attributes.get("softcap", 0.0)),
+        )
 
 
 def paged_attention(step: steps.Kernel, settings: Settings) -> Action:
@@ -41,14 +53,7 @@ def paged_attention(step: steps.Kernel, settings: Settings) -> Action:
     """
     query_slot, cache_slot, table_slot, lengths_slot = _present(step)
     (output,) = (slot for slot in step.outputs[:1] if slot is not None)
-    given = step.attributes
-    scale = given.get("scale")
-    options = _Options(
-        bool(given.get("is_causal", 0)),
-        given.get("left_window_size", -1),
-        None if scale is None else float(scale),
-        float(given.get("softcap", 0.0)),
-    )
+    options = Options.of(step.attributes)
     if options.left < -1:
         reason = f"left_window_size={options.left}"
         raise errors.UnsupportedOperator(step.domain, step.op_type, reason)
@@ -104,6 +109,34 @@ def _compile(settings: Settings, query: steps.Value | None, cache: steps.Value |
     return fast
 
 
+def layout_of(
+    store: PageStore, query: Array, output: Array, batch: int, blocks: int, options: Options
+) -> pages_attention.PagesLayout:
+    """A call for ``batch`` sequences of ``blocks`` pages; what kernels fill in is 0.
+
+    Raises:
+        StorageMismatch: the query is none of these sequences and pages.
+    """
+    rows, heads, tokens, size = query.shape
+    _, kv_heads, page_size, head_size = store.codec.dims
+    if rows != batch or size != head_size or heads % kv_heads or not heads:
+        raise errors.StorageMismatch(
+            f"`{store.name}`: a query {list(query.shape)} for {batch} sequences and "
+            f"pages {list(store.codec.dims)}",
+            store.name,
+            store.codec.dims,
+            query.shape,
+        )
+    scale = size**-0.5 if options.scale is None else options.scale
+    (qb, qh, qt), (ob, oh, ot) = query.strides[:3], output.strides[:3]
+    return pages_attention.PagesLayout(
+        batch, kv_heads, heads // kv_heads, tokens, size, page_size, blocks,
+        len(store.codec.formats), KINDS[query.dtype], KINDS[output.dtype], options.left,
+        0 if options.causal else -1, bits(scale), bits(options.softcap),
+        qb, qh, qt, ob, oh, ot, 0, 0, 0, 0,
+    )  # fmt: skip
+
+
 class _Call:
     """A prepared call for one tuple of shapes and one list of formats. Threads share it."""
 
@@ -112,32 +145,14 @@ class _Call:
         store: PageStore,
         query: Array,
         places: Array,
-        options: _Options,
+        options: Options,
         workers: int,
         fast: bool,
     ):
-        batch, heads, tokens, size = query.shape
-        _, kv_heads, page_size, head_size = store.codec.dims
-        if batch != len(places) or size != head_size or heads % kv_heads or not heads:
-            raise errors.StorageMismatch(
-                f"`{store.name}`: a query {list(query.shape)} for {len(places)} sequences and "
-                f"pages {list(store.codec.dims)}",
-                store.name,
-                store.codec.dims,
-                query.shape,
-            )
-        scale = size**-0.5 if options.scale is None else options.scale
-        kind = KINDS[query.dtype]
-        b, h, t = query.strides[:3]
-        group = heads // kv_heads
-        self._kernels = pages_kernels.ready(store.codec.descriptions, group, portable=not fast)
-        layout, self._page_kernels = self._kernels.choose(
-            pages_attention.PagesLayout(
-                batch, kv_heads, heads // kv_heads, tokens, size, page_size, places.shape[1],
-                len(store.codec.formats), kind, kind, options.left, 0 if options.causal else -1,
-                bits(scale), bits(options.softcap), b, h, t, b, h, t, 0, 0, 0, 0,
-            )
-        )  # fmt: skip
+        batch, blocks = places.shape
+        x = layout_of(store, query, query, batch, blocks, options)
+        self._kernels = pages_kernels.ready(store.codec.descriptions, x.group, portable=not fast)
+        layout, self._page_kernels = self._kernels.choose(x)
         self._layout, self._array = layout, np.array(layout, np.int64)
         self._workers = workers
         self._products = math.prod(query.shape)

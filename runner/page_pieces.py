@@ -226,7 +226,8 @@ class Outlook:
             raise store.error(
                 page, "there is no such page, and no `quantized_type` says how to make it"
             )
-        self._grow(store.codec.page_bytes[format])
+        if page not in store.reserved:  # its bytes count as used already
+            self._grow(store.codec.page_bytes[format])
         self._new[page] = format
         self.created.append((page, format))
 

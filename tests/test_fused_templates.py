@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx
 import pytest
+import test_fused_paged
 from decoders import Shape, decoder
 
 from onnx_inplace import Session, compiler, errors
@@ -326,13 +327,19 @@ def scattered() -> compiler.Program:
 def test_every_rule_has_a_template_and_every_template_a_rule():
     """All that cases and decoders contain is fused, and there is nothing else that could be."""
     cases = [program(c.nodes, expected(c).shape, element(c)) for c in CASES.values()]
-    decoders = [decoder(Shape()), decoder(Shape(bits=0, activation="relu")), scattered()]
+    decoders = [
+        decoder(Shape()),
+        decoder(Shape(bits=0, activation="relu")),
+        test_fused_paged.decoder(),
+        scattered(),
+    ]
     operations = set()
     for source in [*(case.SerializeToString() for case in cases), *decoders]:
         plan = compiler.plan(source)
         assert not plan.fused.refusals
         operations |= {(o.domain, o.op_type) for r in plan.fused.regions for o in r.operations}
     nodes = {(n.domain, n.op_type) for case in cases for n in case.graph.node}
+    nodes.discard(("", "Constant"))  # there is nothing to do
     assert nodes | (operations & fusable.operators()) == fusable.operators()
     assert operations == templates.operators()
 

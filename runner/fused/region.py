@@ -31,7 +31,7 @@ _VIEWS = {"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}
 def build(
     region: Fused,
     dims: Mapping[str, int],
-    roots: Mapping[str, Array],
+    roots: Mapping[str, Any],
     weights: Weights,
     workers: int,
     portable: bool,
@@ -75,14 +75,16 @@ class Region:
         region: Fused,
         b: Builder,
         entering: Mapping[int, Array],
-        roots: Mapping[str, Array],
+        roots: Mapping[str, Any],
     ):
         self._table = Table(b)
         self._keep = b  # its buffers and the arrays of its arguments
         slots = {link.value: link.slot for link in (*region.inputs, *region.outputs)}
         self._enter = [(slots[index], array) for index, array in entering.items()]
         self._bounds = _merged(b.bounds, slots, b)
-        self._moved = _Moved([roots[name] for name in sorted(_named(region))])
+        named = [roots[name] for name in sorted(_named(region))]
+        self._moved = _Moved([root for root in named if isinstance(root, np.ndarray)])
+        self._pages = b.pages
         self._workers = min(
             b.threads, numba.config.NUMBA_NUM_THREADS
         )  # who cannot come is not awaited
@@ -92,7 +94,8 @@ class Region:
         self._run = interpreter.run.ready()
         self._parallel = interpreter.run_parallel.ready() if b.threads > 1 else None
         self._fresh = [(slots[p.value], b.fresh[p.value], p.words) for p in self._table.patches]
-        self._named, self._copied = [], []
+        self._named: list[tuple[int, Any]] = []
+        self._copied: list[tuple[int, Array]] = []
         for link in region.outputs:
             root = b.value(link.value).root
             if link.value in b.fresh:
@@ -100,8 +103,7 @@ class Region:
             if root is None:
                 self._copied.append((link.slot, b.array(link.value)))
                 continue
-            whole, view = roots[root], b.array(link.value)
-            self._named.append((link.slot, whole if view.shape == whole.shape else view))
+            self._named.append((link.slot, _as_output(roots[root], b, link.value)))
         writes = [w for o in region.operations if (w := _writes(b, o)) is not None]
         distinct = {id(w.position): w.position for w in writes if w.position is not None}
         self._positions = list(distinct.values())
@@ -124,11 +126,14 @@ class Region:
         instructions = address(table.table)
         bounds, enter, fresh = self._bounds, self._enter, self._fresh
         named, copied, check = self._named, self._copied, self._moved
+        pages = self._pages if self._pages.accesses else None
 
         def act(slots: Slots) -> None:
             for bound in bounds:
                 bound(slots)
             check()
+            if pages is not None:
+                pages.prepare(slots)
             for slot, array in enter:
                 np.copyto(array, slots[slot], casting="no")
             for slot, like, places in fresh:
@@ -140,6 +145,8 @@ class Region:
                 self._call(instructions, table.count)
             finally:  # an interrupt may come between the call and the notes, too
                 self._note(slots)
+                if pages is not None:
+                    pages.finish()
             for slot, array in named:
                 slots[slot] = array
             for slot, array in copied:
@@ -170,6 +177,14 @@ class Region:
                 for write, at in self._notes
             ]
         )
+
+
+def _as_output(root: Any, b: Builder, index: int) -> Any:
+    """What a run returns for a name of the caller's storage: itself, or in another shape."""
+    if not isinstance(root, np.ndarray):
+        return root
+    view = b.array(index)
+    return root if view.shape == root.shape else view
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

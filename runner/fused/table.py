@@ -8,7 +8,9 @@ thread does both of them.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +21,9 @@ from onnx_inplace.numba_kernels.memory import OnDemand, address
 from onnx_inplace.runner.actions import Array, DType
 from onnx_inplace.runner.attend import KINDS
 from onnx_inplace.runner.fused.buffers import Buffers, aligned
+from onnx_inplace.runner.fused.page_access import Pages, Source
 from onnx_inplace.runner.fused.weights import Weights
+from onnx_inplace.runner.pages import PagedCache
 
 
 class NotFused(Exception):
@@ -85,6 +89,7 @@ class Builder:
         threads: of a run.
         instructions: until now.
         bounds: what is to check before a run.
+        pages: what a run does to pages.
         scratch: arrays that must live as long as the table.
     """
 
@@ -92,7 +97,7 @@ class Builder:
         self,
         region: Fused,
         dims: Mapping[str, int],
-        roots: Mapping[str, Array],
+        roots: Mapping[str, Any],
         weights: Weights,
         threads: int,
         portable: bool,
@@ -115,6 +120,8 @@ class Builder:
         self._temporary: list[Array] = []
         self.leaving = {link.value for link in region.outputs}
         self.fresh: dict[int, Array] = {}  # leaving values that are made new by every run
+        self.pages = Pages()
+        self._slots = {link.value: link.slot for link in region.inputs}
 
     # -- values
 
@@ -135,11 +142,28 @@ class Builder:
         if value.constant is not None:
             return self.weights.plain(value.constant)
         if value.root is not None:
-            return self._roots[value.root].reshape(self.shape(index))
+            whole: Array = self._roots[value.root]
+            return whole.reshape(self.shape(index))
         if value.content is not None:
             numbers = np.array(self.integers(index), np.int64)
             return self.lasting(numbers.reshape(self.shape(index)))
         raise NotFused(f"`{value.name}` is not made before it is used")
+
+    def paged(self, index: int | None) -> PagedCache:
+        """The caller's paged cache that a value is."""
+        root = None if index is None else self.value(index).root
+        assert root is not None
+        cache: PagedCache = self._roots[root]
+        return cache
+
+    def source(self, index: int | None) -> Source:
+        """Finds a value that every run brings, or that the dimensions decide."""
+        assert index is not None
+        slot = self._slots.get(index)
+        if slot is None:
+            fixed = self.array(index)
+            return lambda slots: fixed
+        return operator.itemgetter(slot)
 
     def shape(self, index: int) -> tuple[int, ...]:
         """The shape of a value with these dimensions."""

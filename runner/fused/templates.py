@@ -18,6 +18,7 @@ from onnx_inplace.runner.fused import (
     attending,
     caches,
     elementwise,
+    paging,
     products,
     reducing,
     rows,
@@ -62,6 +63,8 @@ _templates: dict[tuple[str, str], Template] = {
     ("", "TensorScatter"): caches.update,
     (contract.DOMAIN, "CacheUpdate"): caches.update,
     ("", "Attention"): attending.attention,
+    (contract.DOMAIN, "PagedCacheUpdate"): paging.update,
+    (contract.DOMAIN, "PagedAttention"): paging.attention,
 }
 
 

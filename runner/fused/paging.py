@@ -1,0 +1,85 @@
+"""Templates of operators on pages: updates, and attention. See ``page_access`` for the rest."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from onnx_inplace.compiler import errors
+from onnx_inplace.compiler.fused import Operation
+from onnx_inplace.numba_kernels import pages
+from onnx_inplace.numba_kernels.fused import paging as kernels
+from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.runner import operators_pages
+from onnx_inplace.runner.attend import KINDS
+from onnx_inplace.runner.fused.attending import SHORTEST, SPLITS
+from onnx_inplace.runner.fused.buffers import aligned
+from onnx_inplace.runner.fused.page_access import Limits, Reading, Writing
+from onnx_inplace.runner.fused.table import Builder, NotFused
+from onnx_inplace.runner.operators_paged_attention import Options
+
+
+def update(b: Builder, o: Operation) -> None:
+    """PagedCacheUpdate."""
+    cache_at, ids_at, values_at, position_at = o.inputs
+    cache, ids = b.paged(cache_at), b.array(ids_at)
+    values, position = b.array(values_at), b.array(position_at)
+    try:
+        batch = operators_pages.check_values(cache.store, ids, values)
+    except errors.StorageMismatch as error:
+        raise NotFused(str(error)) from None
+    if values.strides[-1] != values.itemsize:
+        values = b.contiguous(values, values.dtype)
+    rows = values if ids.ndim == 2 else values[:, None]  # (2, batch, heads, tokens, size)
+    tokens, strides = rows.shape[3], rows.strides[:4]
+    writing = Writing(
+        cache,
+        b.pages.ids(ids_at or 0, b.source(ids_at)),
+        batch,
+        b.source(position_at),
+        tokens,
+        o.attributes.get("quantized_type"),
+    )
+    layout = batch, tokens, KINDS[values.dtype], *strides, ids.size // batch
+    block = kernels.Write(
+        table=address(writing.table),
+        layout=address(b.lasting(np.array(layout, np.int64))),
+        values=address(values),
+        positions=address(position),
+        space=address(b.lasting(aligned(pages.workspace_size(*cache.dims[2:])))),
+        clipped=address(writing.clipped),
+    )
+    b.emit(kernels.write, block, [values], [b.pages.bytes_of(cache)])
+    b.pages.accesses.append(writing)
+
+
+def attention(b: Builder, o: Operation) -> None:
+    """PagedAttention of (batch, heads, tokens, head_size)."""
+    query_at, cache_at, ids_at, lengths_at = o.inputs
+    cache, query, lengths = b.paged(cache_at), b.array(query_at), b.array(lengths_at)
+    target, batch = b.result(o.outputs[0]), len(query)
+    if query.strides[-1] != query.itemsize:
+        query = b.contiguous(query, query.dtype)
+    access = Reading(
+        cache,
+        b.pages.ids(ids_at or 0, b.source(ids_at)),
+        batch,
+        b.source(lengths_at),
+        (query, target),
+        Options.of(o.attributes),
+        Limits(SPLITS, b.threads, b.portable),
+    )
+    calls = access.calls
+    begin = kernels.Begin(address(calls), address(lengths), batch, SHORTEST, SPLITS)
+    b.emit(kernels.begin, begin, [lengths], [calls])
+    block = kernels.Attend(
+        calls=address(calls),
+        query=address(query),
+        tables=address(access.tables),
+        output=address(target),
+        lengths=address(lengths),
+        state=address(b.control),
+    )
+    reads = [query, lengths, b.pages.bytes_of(cache)]
+    b.emit(kernels.attend, block, reads, [target, calls], first=False)
+    b.lengths.append((lengths, query.shape[1] * query.shape[3]))
+    b.pages.accesses.append(access)
