@@ -1,107 +1,64 @@
-"""SmolLM2-135M: ms a token in place and by onnxruntime-genai, on the same weights and threads.
+"""SmolLM2-135M: ms a token in place, by onnxruntime-genai and by llama.cpp, in one run.
 
-Both have a 4-bit body and an 8-bit head, with inputs of products rounded to 8 bits. They take
-turns, a few tokens each, so that both see the same machine; the median counts. Ours decodes over
-caches of random numbers, which cost what real ones cost; the peer has to read a prompt first.
+All read the same weights with as many threads. They take turns, a few tokens each, so that all see
+the same machine; medians count.
 
     python benchmarks/decode.py
-    python benchmarks/decode.py --threads 1 --positions 64 1000 4000 --cache float32
+    python benchmarks/decode.py --threads 1 --positions 64 1024 --cache float16 --fuse auto
+    python benchmarks/decode.py --overhead
 
-The peer needs: pip install onnxruntime-genai
+The peers need: pip install onnxruntime-genai llama-cpp-python
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
-import importlib
-import importlib.util
 import itertools
-import os
-import pstats
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, Protocol
-
-import numpy as np
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tutorials" / "smollm2"))
 
-import generate  # noqa: E402
-import weights  # noqa: E402
+import competitors  # noqa: E402
+import overhead  # noqa: E402
+import record  # noqa: E402
+from competitors import KINDS, PEERS, Competitor, Reading, label  # noqa: E402
 from config import SMOLLM2_135M  # noqa: E402
-from decoder import Precision  # noqa: E402
+from record import Claim, Row  # noqa: E402
 
-from onnx_inplace import Session  # noqa: E402
-
-FOLDER = generate.FOLDER / "genai"
-MAX_LENGTH = 8192
 PROMPT = 1024  # [tokens] of the timed prefill, in pieces of 512
+REST = 0.05  # [s] before a turn: threads of the one before stop to spin
 
 
-class Competitor(Protocol):
-    """What takes part."""
+class Times(NamedTuple):
+    """What was measured on so many threads."""
 
-    name: str
-
-    def read(self, tokens: list[int]) -> None:
-        """Append a prompt."""
-
-    def go_to(self, position: int) -> None:
-        """Make ``position`` the place of the next token."""
-
-    def token(self) -> None:
-        """Decode one token and choose the next."""
+    threads: int
+    token: dict[tuple[str, int], float]  # [ms] by name and position
+    prompt: dict[str, float]  # [tokens/s] by name
+    bandwidth: dict[int, float]  # [GB/s] by position
 
 
-class InPlace:
-    """This project's decoder."""
+LEAST: dict[tuple[str, str, int], dict[int, float]] = {
+    ("off", "onnxruntime-genai", 2): {64: 1.0, 1024: 1.5, 4000: 2.6, 8000: 3.8},
+    ("off", "llama.cpp", 2): {64: 0.95, 1024: 1.3, 4000: 1.6, 8000: 1.8},
+    ("auto", "onnxruntime-genai", 2): {64: 2.2, 1024: 3.0, 4000: 4.2, 8000: 5.5},
+    ("auto", "llama.cpp", 2): {64: 2.0, 1024: 2.5, 4000: 2.7, 8000: 2.7},
+    ("auto", "onnxruntime-genai", 1): {64: 2.2, 1024: 3.0, 4000: 4.0, 8000: 5.0},
+}
+"""Times as fast as a peer over float16 caches: (fuse, peer, threads) -> position -> ratio."""
 
-    def __init__(self, element: str, threads: int, fuse: Literal["auto", "off"] = "auto") -> None:
-        """Load it and fill its caches."""
-        self.name = f"in place, {element}{', fused' if fuse == 'auto' else ''}"
-        path = generate.compiled(Precision.FAST, element)
-        session = Session(path, threads=threads, fuse=fuse)
-        self.conversation = generate.Conversation(session, MAX_LENGTH)
-        random = np.random.default_rng(0)
-        for cache in self.conversation.caches:
-            cache[:] = random.standard_normal(cache.shape, np.float32) * 0.1
-        self.next = 504
-
-    def read(self, tokens: list[int]) -> None:
-        """Append a prompt."""
-        self.next = int(self.conversation.run(tokens)["logits"].argmax())
-
-    def go_to(self, position: int) -> None:
-        """Make ``position`` the place of the next token."""
-        self.conversation.length = position
-
-    def token(self) -> None:
-        """Decode one token and choose the next."""
-        self.read([self.next])
+LEAST_PROMPT = 1.0  # of onnxruntime-genai's tokens/s
+LEAST_INT8 = 8000, 1.25  # position; times as fast as float16
+LEAST_READ = 64, 0.85  # position; of the bandwidth
 
 
-def competitors(
-    elements: list[str], threads: int, fuse: list[Literal["auto", "off"]], *, alone: bool
-) -> list[Competitor]:
-    """Ours, with fused steps and without, and the peer where it is installed."""
-    found: list[Competitor] = [InPlace(e, threads, how) for e in elements for how in fuse]
-    if alone:
-        return found
-    if importlib.util.find_spec("onnxruntime_genai") is None:
-        print("onnxruntime-genai is not installed: no comparison")
-        return found
-    genai = importlib.import_module("genai")
-    content = weights.read(SMOLLM2_135M, weights.gguf_path())
-    genai.write(FOLDER, SMOLLM2_135M, content, threads, MAX_LENGTH)
-    return [*found, genai.GenAI(FOLDER, MAX_LENGTH)]
-
-
-def seconds(action: Callable[[], None]) -> float:
+def seconds(action: Callable[[], object]) -> float:
     """How long ``action`` takes."""
     start = time.perf_counter()
     action()
@@ -114,6 +71,7 @@ def decode(all_: list[Competitor], position: int, rounds: int, tokens: int) -> d
     for turn in range(rounds + 1):
         for competitor in all_:
             competitor.go_to(position)
+            time.sleep(REST)
             spent = [seconds(competitor.token) for _ in range(tokens)]
             if turn:  # the first turn warms up, and so does the first token of each
                 times[competitor.name] += spent[1:]
@@ -127,91 +85,143 @@ def prefill(all_: list[Competitor], rounds: int) -> dict[str, float]:
     for turn in range(rounds + 1):
         for competitor in all_:
             competitor.go_to(0)
-            start = time.perf_counter()
-            for piece in pieces:
-                competitor.read(piece)
+            time.sleep(REST)
+            spent = seconds(lambda c=competitor: [c.read(piece) for piece in pieces])
             if turn:
-                times[competitor.name].append(time.perf_counter() - start)
+                times[competitor.name].append(spent)
     return {name: PROMPT / statistics.median(spent) for name, spent in times.items()}
 
 
-def overhead(
-    element: str, position: int, fuse: Literal["auto", "off"], tokens: int = 20
-) -> tuple[float, float]:
-    """CPU ms a token, and those outside of onnxruntime and kernels, on one thread.
-
-    A profiler says what native code takes; what a token takes is measured without one, because it
-    slows down Python. The best of several turns counts, as others may use the caches of the CPU.
-    """
-    ours = InPlace(element, threads=1, fuse=fuse)
-
-    def decode() -> None:
-        ours.go_to(position)
-        for _ in range(tokens):
-            ours.token()
-
-    wholes, natives = [], []
-    for _ in range(6):
-        start = time.thread_time()
-        decode()
-        wholes.append(time.thread_time() - start)
-        profile = cProfile.Profile(time.thread_time)
-        profile.runcall(decode)
-        natives.append(native_seconds(profile))
-    whole, native = min(wholes), min(natives)
-    return 1e3 * whole / tokens, 1e3 * (whole - native) / tokens
+def measure(
+    all_: list[Competitor], given: argparse.Namespace, show: Callable[[str], object] = print
+) -> Times:
+    """All positions, and the prompt."""
+    reading = next(c for c in all_ if isinstance(c, Reading))
+    token: dict[tuple[str, int], float] = {}
+    bandwidth: dict[int, float] = {}
+    for position in given.positions:
+        found = decode(all_, position, given.rounds, given.tokens)
+        bandwidth[position] = reading.nbytes / found.pop(reading.name) / 1e6
+        token |= {(name, position): ms for name, ms in found.items()}
+        show(f"\nposition {position:,}, {given.threads} threads, {bandwidth[position]:.1f} GB/s")
+        for name, ms in found.items():
+            show(f"  {name:<32}{ms:8.2f} ms{1e3 / ms:10.1f} tokens/s{ratios(name, found)}")
+    prompt: dict[str, float] = {}
+    if given.prompt:
+        readers = [c for c in all_ if c is not reading]
+        prompt = prefill(readers, max(1, given.rounds // 2))
+        show(f"\nprompt of {PROMPT:,}, {given.threads} threads")
+        for name, speed in prompt.items():
+            show(f"  {name:<32}{speed:11.0f} tokens/s")
+    return Times(given.threads, token, prompt, bandwidth)
 
 
-def native_seconds(profile: cProfile.Profile) -> float:
-    """The time inside of onnxruntime and of compiled kernels."""
-    return sum(
-        own
-        for (file, _, name), (_, _, own, _, _) in pstats.Stats(profile).stats.items()
-        if "onnxruntime" in name
-        or ("numba_kernels" in Path(file).parts and Path(file).stem != "memory")
-    )
+def ratios(name: str, found: dict[str, float]) -> str:
+    """How many times as fast as each peer."""
+    parts = [f"{found[peer] / found[name]:6.2f}x {peer}" for peer in PEERS if peer in found]
+    return "   " + ", ".join(parts) if name not in PEERS else ""
 
 
-def show(title: str, results: dict[str, float], unit: str) -> None:
-    """One line, each with its ratio to the last one: the peer, if there is one."""
-    *_, last = results.values()
-    better = (lambda x: x / last) if unit == "tokens/s" else (lambda x: last / x)
-    cells = [f"{name} {x:8.2f} {unit} ({better(x):.2f}x)" for name, x in results.items()]
-    print(f"{title:>16}: " + " | ".join(cells), flush=True)
+def claims(times: Times) -> list[Claim]:
+    """What is promised of float16 and INT8 caches on so many threads."""
+    found = []
+    for (fuse, peer, threads), by_position in LEAST.items():
+        for position, least in by_position.items():
+            mine = times.token.get((label("float16", fuse), position))
+            theirs = times.token.get((peer, position))
+            if threads == times.threads and mine and theirs:
+                text = (
+                    f"fuse={fuse}, {threads} threads, position {position:,}: times {peer}'s speed"
+                )
+                found.append(Claim(text, theirs / mine, least))
+    for fuse in ("off", "auto"):
+        found += alone(times, fuse)
+    return found
 
 
-def main() -> None:
-    """Compare."""
-    parser = argparse.ArgumentParser(description="SmolLM2-135M, in place and by onnxruntime-genai")
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
-    parser.add_argument("--positions", type=int, nargs="+", default=[64, 4000])
-    parser.add_argument(
-        "--cache", nargs="+", choices=generate.ELEMENTS, default=["float32", "float16"]
-    )
-    parser.add_argument("--fuse", nargs="+", choices=["auto", "off"], default=["auto"])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--tokens", type=int, default=9, help="a turn, of which the first does not count"
-    )
-    parser.add_argument("--alone", action="store_true", help="without the peer")
+def alone(times: Times, fuse: competitors.Fuse) -> list[Claim]:
+    """What is promised beside the speed of a token."""
+    found, half = [], label("float16", fuse)
+    position, least = LEAST_INT8
+    pair = times.token.get((half, position)), times.token.get((label("INT8", fuse), position))
+    if pair[0] and pair[1]:
+        text = f"fuse={fuse}: INT8 pages at {position:,}, times the speed of float16"
+        found.append(Claim(text, pair[0] / pair[1], least))
+    theirs = times.prompt.get("onnxruntime-genai")
+    if theirs and half in times.prompt:
+        text = f"fuse={fuse}: prompt of {PROMPT:,}, times onnxruntime-genai's speed"
+        found.append(Claim(text, times.prompt[half] / theirs, LEAST_PROMPT))
+    position, least = LEAST_READ
+    ms = times.token.get((half, position))
+    if fuse == "auto" and ms:
+        read = competitors.weight_bytes() + cache_bytes(position)
+        text = f"fuse=auto: GB/s read at {position}, in what the machine reads"
+        found.append(Claim(text, read / ms / 1e6 / times.bandwidth[position], least))
+    return found
+
+
+def cache_bytes(position: int) -> int:
+    """Bytes of a float16 cache that a token at ``position`` reads."""
+    config = SMOLLM2_135M
+    return 2 * 2 * config.layers * config.kv_heads * config.head_size * position
+
+
+def rows(times: Times) -> list[Row]:
+    """For JSON."""
+    found: list[Row] = [
+        {"variant": name, "threads": times.threads, "position": position, "ms": ms}
+        for (name, position), ms in times.token.items()
+    ]
+    found += [
+        {"variant": name, "threads": times.threads, "prompt": PROMPT, "tokens_per_second": speed}
+        for name, speed in times.prompt.items()
+    ]
+    found += [
+        {
+            "variant": Reading.name,
+            "threads": times.threads,
+            "position": p,
+            "gigabytes_per_second": s,
+        }
+        for p, s in times.bandwidth.items()
+    ]
+    return found
+
+
+def main(arguments: list[str] | None = None) -> bool:
+    """Measure, print, judge."""
+    parser = record.parser(__doc__)
+    parser.set_defaults(rounds=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--positions", type=int, nargs="+", default=[64, 1024, 4000, 8000])
+    parser.add_argument("--cache", nargs="+", choices=KINDS, default=["float16", "INT8"])
+    parser.add_argument("--fuse", nargs="+", choices=["auto", "off"], default=["auto", "off"])
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--tokens", type=int, default=9, help="a turn; the first does not count")
+    parser.add_argument("--no-prompt", dest="prompt", action="store_false")
     parser.add_argument("--overhead", action="store_true", help="only what the runner takes")
-    options = parser.parse_args()
-    if options.overhead:
-        cases = itertools.product(options.cache, options.fuse, options.positions)
-        for element, fuse, position in cases:
-            whole, python = overhead(element, position, fuse)
-            print(
-                f"{element}, fuse={fuse}, position {position:,}: {whole:.2f} ms a token on one "
-                f"thread, {python:.2f} outside of onnxruntime and kernels ({python / whole:.1%})"
-            )
-        return
-
-    all_ = competitors(options.cache, options.threads, options.fuse, alone=options.alone)
-    print(f"{options.threads} threads; x: times as fast as {all_[-1].name}")
-    for position in options.positions:
-        show(f"position {position:,}", decode(all_, position, options.rounds, options.tokens), "ms")
-    show(f"prompt of {PROMPT:,}", prefill(all_, max(1, options.rounds // 2)), "tokens/s")
+    given = parser.parse_args(arguments)
+    if given.overhead:
+        for case in itertools.product(given.cache, given.fuse, given.positions):
+            print(overhead.line(*case))
+        return True
+    length = SMOLLM2_135M.context
+    all_: list[Competitor] = [
+        competitors.InPlace(kind, given.threads, fuse, length)
+        for kind in given.cache
+        for fuse in given.fuse
+    ]
+    skipped = []
+    for name in given.peers:
+        peer = competitors.peer(name, given.threads, length)
+        if peer is None:
+            skipped.append(f"{name}: it is not installed")
+        else:
+            all_.append(peer)
+    times = measure([*all_, Reading(given.threads)], given)
+    result = record.Record("decode", record.options(given), rows(times), claims(times), skipped)
+    return result.conclude(given.json)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(0 if main() else 1)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime_genai
+import weights
 from config import Config
 from decoder import Precision, angles, feed_forward, head, linear, microsoft, norm
 from weights import Weights
@@ -17,7 +18,7 @@ from onnx_inplace.compiler import Program
 from onnx_inplace.dsl import FLOAT, INT32, INT64, Alias, Mutable, model, op, weight
 
 
-def decoder(config: Config, weights: Weights) -> Program:
+def decoder(config: Config, content: Weights) -> Program:
     """The decoder with the inputs and outputs that onnxruntime-genai asks for."""
     Cache = Mutable[FLOAT["batch", config.kv_heads, "max_length", config.head_size]]
 
@@ -31,9 +32,9 @@ def decoder(config: Config, weights: Weights) -> Program:
         last = op.Cast(op.ReduceSum(mask, [1], keepdims=0) - 1, to=INT32.dtype)
         total = op.Cast(op.Shape(mask)[1], to=INT32.dtype)
         cos, sin = (weight(table, name) for name, table in angles(config).items())
-        x = op.Gather(weight(weights.embedding, "embedding"), tokens)
+        x = op.Gather(weight(content.embedding, "embedding"), tokens)
         present_keys, present_values = [], []
-        for layer, past_keys, past_values in zip(weights.layers, keys, values, strict=True):
+        for layer, past_keys, past_values in zip(content.layers, keys, values, strict=True):
             h = norm(x, layer.attention_norm, config)
             h, key, value = microsoft.GroupQueryAttention(
                 linear(h, layer.query_key_value, Precision.FAST),
@@ -55,7 +56,7 @@ def decoder(config: Config, weights: Weights) -> Program:
             present_values.append(value)
             x = x + linear(h, layer.attention_output, Precision.FAST)
             x = x + feed_forward(norm(x, layer.feed_forward_norm, config), layer, Precision.FAST)
-        logits = head(norm(x[:, -1:], weights.norm, config), weights, Precision.FAST)
+        logits = head(norm(x[:, -1:], content.norm, config), content, Precision.FAST)
         return logits, present_keys, present_values
 
     return peer
@@ -131,9 +132,11 @@ class GenAI:
         self.generator.generate_next_token()
 
 
-def write(folder: Path, config: Config, weights: Weights, threads: int, max_length: int) -> None:
-    """Put model and description into ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    decoder(config, weights).save(folder / "model.onnx")
+def write(folder: Path, config: Config, gguf: Path, threads: int, max_length: int) -> None:
+    """Put model and description into ``folder``; a model newer than this file stays."""
+    path = folder / "model.onnx"
+    if not path.exists() or path.stat().st_mtime < Path(__file__).stat().st_mtime:
+        folder.mkdir(parents=True, exist_ok=True)
+        decoder(config, weights.read(config, gguf)).save(path)
     text = json.dumps(describe(config, threads, max_length), indent=2)
     (folder / "genai_config.json").write_text(text)

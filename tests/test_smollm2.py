@@ -1,5 +1,6 @@
 """The tutorial's decoder against float32 numpy, on the real weights."""
 
+import json
 import re
 import subprocess
 import sys
@@ -184,16 +185,19 @@ def test_stock_onnxruntime_computes_the_same(text, load, folder) -> None:
 
 def test_benchmark_runs(tmp_path) -> None:
     program = Path(__file__).parents[1] / "benchmarks" / "decode.py"
-    few = ["--positions", "64", "--rounds", "1", "--tokens", "2", "--cache", "float16"]
+    few = ["--positions", "64", "--rounds", "1", "--tokens", "2", "--fuse", "auto", "--peers"]
     done = subprocess.run(
-        [sys.executable, program, "--alone", *few],
+        [sys.executable, program, *few, "--json", "result.json"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=600,
     )
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"position 64: .* ms", done.stdout) and "tokens/s" in done.stdout
+    assert done.returncode in (0, 1), done.stderr  # 1: a promise fails, as on a busy machine
+    result = json.loads((tmp_path / "result.json").read_text())
+    token = {row["variant"]: row["ms"] for row in result["rows"] if "ms" in row}
+    assert token.keys() == {"in place, float16, fuse=auto", "in place, INT8, fuse=auto"}
+    assert all(ms > 0 for ms in token.values())
 
 
 def test_weights_are_those_of_the_file() -> None:
