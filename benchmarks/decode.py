@@ -116,10 +116,17 @@ def measure(
     return Times(given.threads, token, prompt, bandwidth)
 
 
+def best(found: dict[str, float], family: str) -> float | None:
+    """The time of a peer in its faster way; None if it took no part."""
+    return min((ms for name, ms in found.items() if name.split(",")[0] == family), default=None)
+
+
 def ratios(name: str, found: dict[str, float]) -> str:
     """How many times as fast as each peer."""
-    parts = [f"{found[peer] / found[name]:6.2f}x {peer}" for peer in PEERS if peer in found]
-    return "   " + ", ".join(parts) if name not in PEERS else ""
+    if name.split(",")[0] in PEERS:
+        return ""
+    peers = [(peer, best(found, peer)) for peer in PEERS]
+    return "   " + ", ".join(f"{ms / found[name]:5.2f}x {peer}" for peer, ms in peers if ms)
 
 
 def claims(times: Times) -> list[Claim]:
@@ -127,8 +134,8 @@ def claims(times: Times) -> list[Claim]:
     found = []
     for (fuse, peer, threads), by_position in LEAST.items():
         for position, least in by_position.items():
-            mine = times.token.get((label("float16", fuse), position))
-            theirs = times.token.get((peer, position))
+            here = {name: ms for (name, at), ms in times.token.items() if at == position}
+            mine, theirs = here.get(label("float16", fuse)), best(here, peer)
             if threads == times.threads and mine and theirs:
                 text = (
                     f"fuse={fuse}, {threads} threads, position {position:,}: times {peer}'s speed"
@@ -213,11 +220,10 @@ def main(arguments: list[str] | None = None) -> bool:
     ]
     skipped = []
     for name in given.peers:
-        peer = competitors.peer(name, given.threads, length)
-        if peer is None:
+        ways = competitors.peers(name, given.threads, length)
+        all_ += ways
+        if not ways:
             skipped.append(f"{name}: it is not installed")
-        else:
-            all_.append(peer)
     times = measure([*all_, Reading(given.threads)], given)
     result = record.Record("decode", record.options(given), rows(times), claims(times), skipped)
     return result.conclude(given.json)
