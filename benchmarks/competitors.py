@@ -22,7 +22,6 @@ from paged_decoder import PAGE_SIZE
 from onnx_inplace import Session
 
 FOLDER = generate.FOLDER / "peers"
-READ = 160 << 20  # bytes of a turn of reading memory
 KINDS = "float32", "float16", "INT8"
 PEERS = {"onnxruntime-genai": "onnxruntime_genai", "llama.cpp": "llama_cpp"}
 """Families and modules; a competitor is called by its family, or by it, a comma and its way."""
@@ -105,13 +104,16 @@ def paged_caches(kind: str, max_length: int) -> list[Any]:
 
 
 class Reading:
-    """Reads memory: what the machine gives at the same time."""
+    """Reads as many bytes as the weights have, again and again: what the machine can give.
+
+    Weights of this size may stay in the last cache from token to token, and so may these bytes.
+    """
 
     name = "reading memory"
 
     def __init__(self, threads: int) -> None:
         """Write the memory that is read."""
-        self.token, self.nbytes = memory_speed.reading(READ, threads)
+        self.token, self.nbytes = memory_speed.reading(weight_bytes(), threads)
 
     def read(self, tokens: list[int]) -> None:
         """Nothing: it takes no part in prompts."""

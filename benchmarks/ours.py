@@ -42,7 +42,7 @@ class Step(NamedTuple):
 @contextlib.contextmanager
 def portable(wanted: bool) -> Iterator[None]:
     """Sessions that are made here take the kernels for every CPU."""
-    with mock.patch.dict(os.environ, {"ONNX_INPLACE_PORTABLE": "1"} if wanted else {}):
+    with mock.patch.dict(os.environ, {"ONNX_INPLACE_KERNELS": "portable"} if wanted else {}):
         yield
 
 
