@@ -23,6 +23,7 @@ from onnx_inplace.runner.pages import PagedCache
 from onnx_inplace.runner.storage import Array
 
 Path = str | os.PathLike[str]
+_POOLED = "load its file with SequencePool.load, or close the pool first"
 
 
 def save(path: Path, state: Mapping[str, Array | PagedCache]) -> None:
@@ -98,6 +99,7 @@ def restore(path: Path, state: Mapping[str, Array | PagedCache]) -> None:
             else under its name.
         errors.ImmutableStorage: an array is read-only.
         errors.BindingInUse: a run uses a cache.
+        errors.PageError: a pool of sequences has a cache: its block tables would be wrong.
         errors.PageBudget, MemoryError: the pages find no room.
         OSError: the file cannot be read.
     """
@@ -105,6 +107,7 @@ def restore(path: Path, state: Mapping[str, Array | PagedCache]) -> None:
     caches: list[tuple[PagedCache, str]] = []
     for name, value in state.items():
         if isinstance(value, PagedCache):
+            value.refuse_pooled(_POOLED)
             if name not in content.caches:
                 content.file.refuse(f"it holds no paged cache `{name}`")
             caches.append((value, name))

@@ -7,6 +7,9 @@ all or nothing.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import numpy as np
 
 from onnx_inplace.compiler import errors, steps
@@ -30,11 +33,12 @@ def paged_cache_update(step: steps.Kernel, settings: Settings) -> Action:
         positions = slots[position_slot]
         batch = check_values(store, ids, values)
         if store.reserved or not store.judged:
-            touched = pieces(store.name, ids, positions, values.shape[-2], store.page_size)
-            outlook = Outlook(store)
-            outlook.update(touched, created_format(store, wanted))
-            if outlook.created:
-                store.add(outlook.created)
+            with placed(step):
+                touched = pieces(store.name, ids, positions, values.shape[-2], store.page_size)
+                outlook = Outlook(store)
+                outlook.update(touched, created_format(store, wanted))
+                if outlook.created:
+                    store.add(outlook.created)
         if values.size:
             write(store, ids, values, positions, batch)
         slots[output] = cache
@@ -94,9 +98,11 @@ def paged_cache_convert(step: steps.Kernel, settings: Settings) -> Action:
     def act(slots: Slots) -> None:
         cache = slots[cache_slot]
         store: PageStore = cache.store
-        format, ids = store.format(wanted), slots[ids_slot].reshape(-1).tolist()
-        Outlook(store).convert(ids, format)
-        store.convert([store.row(page) for page in ids], format)
+        ids = slots[ids_slot].reshape(-1).tolist()
+        with placed(step):
+            format = store.format(wanted)
+            Outlook(store).convert(ids, format)
+            store.convert([store.row(page) for page in ids], format)
         slots[output] = cache
 
     return act
@@ -113,7 +119,8 @@ def page_gather(step: steps.Kernel, settings: Settings) -> Action:
         store: PageStore = slots[cache_slot].store
         ids = slots[ids_slot]
         two, heads, page_size, size = store.codec.dims
-        rows = [store.row(page) for page in ids.reshape(-1).tolist()]
+        with placed(step):
+            rows = [store.row(page) for page in ids.reshape(-1).tolist()]
         batch, count = ids.shape[:-1], ids.shape[-1] if ids.ndim else 1
         shape = (two, *batch, heads, count * page_size, size)
         target = result(slots, output, reuse, shape, store.elem_type)
@@ -125,6 +132,16 @@ def page_gather(step: steps.Kernel, settings: Settings) -> Action:
         slots[output] = target
 
     return act
+
+
+@contextlib.contextmanager
+def placed(step: steps.Kernel) -> Iterator[None]:
+    """Errors about pages and tokens get the author's line."""
+    try:
+        yield
+    except errors.PlacedError as error:
+        error.at(step.location)
+        raise
 
 
 def _slots(step: steps.Kernel, count: int) -> list[int]:

@@ -174,7 +174,11 @@ def play(entries: Iterator[Entry], stores: Mapping[str, PageStore]) -> None:
     memo: _Memo = {}
     for entry in entries:
         root = entry.access.root
-        _judge(entry, stores[root], outlooks[root], memo)
+        try:
+            _judge(entry, stores[root], outlooks[root], memo)
+        except errors.PlacedError as error:
+            error.at(entry.access.location)
+            raise
     reserved: list[PageStore] = []
     try:
         for root, outlook in outlooks.items():

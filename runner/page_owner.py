@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
+import onnx_ir as ir
 
-from onnx_inplace.compiler import errors
+from onnx_inplace.compiler import errors, paged_types
 from onnx_inplace.compiler.contract import Access
 from onnx_inplace.compiler.formats import PageFormat
 from onnx_inplace.runner import page_memory
@@ -62,17 +64,23 @@ class PageOwner:
 
         Raises:
             errors.FormatError: a format cannot store pages of these dimensions.
-            ValueError: two formats have one name.
+            ValueError: two formats have one name; pages of no float type, or of other than K and V;
+                a negative budget.
         """
         self.dims = tuple(operator.index(size) for size in dims)
         self.elem_type = np.dtype(elem_type)
         self.allowed = tuple(allowed)
         self.sparse_ids = sparse_ids
+        decoded = ir.DataType.from_numpy(self.elem_type)
+        # with any format: of those that are allowed the codec judges
+        paged_types.check_page(paged_types.declared(decoded, ()), ir.Shape(self.dims))
         codec = Codec(self.dims, self.allowed)
+        _refuse_budget(budget)
         self.store = PageStore(name, self.elem_type, codec, sparse_ids, budget, memory)
         self._lock = threading.RLock()
         self._runs: list[str] = []
         self._access = Access.READ_ONLY
+        self._pool: weakref.ref[Any] | None = None
 
     # -- what is there
 
@@ -108,11 +116,15 @@ class PageOwner:
 
     @property
     def budget(self) -> int | None:
-        """Most bytes of all pages; None: no limit but the memory. May be changed between runs."""
+        """Most bytes of all pages; None: no limit but the memory. May be changed between runs.
+
+        What is there already stays, also where it is more.
+        """
         return self.store.budget
 
     @budget.setter
     def budget(self, budget: int | None) -> None:
+        _refuse_budget(budget)
         with self._quiet("limited"):
             self.store.budget = budget
 
@@ -318,6 +330,29 @@ class PageOwner:
         """
         return self.store.memory.trim()
 
+    # -- pools
+
+    def join(self, pool: Any) -> None:
+        """Pages belong to a pool from now on, until it leaves or is gone. It has a ``name``.
+
+        Raises:
+            errors.PageError: they belong to another one.
+        """
+        with self._quiet("given to a pool"):
+            self.refuse_pooled("close that one first")
+            self._pool = weakref.ref(pool)
+
+    def leave(self, pool: Any) -> None:
+        """Pages belong to that pool no longer."""
+        if self._pool is not None and self._pool() is pool:
+            self._pool = None
+
+    def refuse_pooled(self, repair: str) -> None:
+        """Raise PageError where a pool counts on pages: tables of its sequences would be wrong."""
+        pool = None if self._pool is None else self._pool()
+        if pool is not None:
+            raise self.store.error(None, f"its pages belong to pool `{pool.name}`: {repair}")
+
     # -- for ``Page``
 
     def view(self, page: int) -> Array:
@@ -377,3 +412,8 @@ class PageOwner:
             if self._runs:
                 raise self._in_use(what)
             yield
+
+
+def _refuse_budget(budget: int | None) -> None:
+    if budget is not None and budget < 0:
+        raise ValueError(f"a budget of {budget} bytes; None is no limit")

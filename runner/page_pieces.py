@@ -140,7 +140,7 @@ def check_readable(store: PageStore, wanted: Reading, outlook: Outlook | None = 
 
     Raises:
         errors.PageError: a page is missing.
-        errors.CapacityError: tokens that were never written, or were cut off.
+        errors.UnwrittenTokens: tokens that were never written, or were cut off.
     """
     table, page_size = store.table, store.page_size
     places = table.rows_of(wanted.tables)
@@ -164,7 +164,7 @@ def check_readable(store: PageStore, wanted: Reading, outlook: Outlook | None = 
             fill = outlook.fill(page)
         if fill < min(length - block * page_size, page_size):
             valid = block * page_size + fill
-            raise errors.CapacityError(store.name, 0, length, valid, wanted.row(row))
+            raise errors.UnwrittenTokens(store.name, 0, length, valid, wanted.row(row))
         at += 1
 
 

@@ -41,7 +41,7 @@ class PagePool:
 
         Raises:
             ValueError: no cache, a cache with pages, page sizes that differ, or a limit below 1.
-            errors.PageError: a cache does not allow its format.
+            errors.PageError: a cache does not allow its format, or belongs to another pool.
         """
         self.caches, self.formats = tuple(caches), tuple(formats)
         self.name, self.limit = name, limit
@@ -57,11 +57,14 @@ class PagePool:
         if limit is not None and limit < 1:
             raise ValueError(f"a pool of {limit} pages holds nothing")
         for cache, format in zip(self.caches, self.formats, strict=True):
+            cache.refuse_pooled("close that one first")
             if len(cache) and not adopt:
                 raise ValueError(f"`{cache.name}` has pages already: a pool makes its own")
             cache.store.format(format)
         if adopt:
             self._adopt()
+        for cache in self.caches:
+            cache.join(self)
 
     @property
     def page_size(self) -> int:
@@ -135,6 +138,11 @@ class PagePool:
                 freed = [cache.release(page) for cache in self.caches]
                 if all(freed):
                     heapq.heappush(self._free, page)
+
+    def close(self) -> None:
+        """Give the caches back to their owner."""
+        for cache in self.caches:
+            cache.leave(self)
 
     def _adopt(self) -> None:
         """Take over the pages that all caches have.

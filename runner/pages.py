@@ -83,10 +83,12 @@ class PagedCache(PageOwner):
 
         Raises:
             errors.SavedStateError: as ``load``, or its pages cannot be pages of this cache.
+            errors.PageError: a pool of sequences has this cache: it would not know the pages.
             errors.PageBudget, MemoryError: they find no room. The cache is as it was.
         """
         file, saved, parts = saved_state.read_cache(path)
         with self._quiet("grown"):
+            self.refuse_pooled("fill a cache of its own")
             fault = saved.fault(self.store)
             if fault is not None:
                 file.refuse(fault)

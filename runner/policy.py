@@ -81,6 +81,9 @@ class Tier:
     pages: int | None = None
     tokens: int | None = None
 
+    def __post_init__(self) -> None:
+        _refuse_negative(self, "pages", "tokens")
+
 
 @dataclasses.dataclass(frozen=True)
 class ByAge:
@@ -100,6 +103,7 @@ class ByAge:
     first_format: str | None = None
 
     def __post_init__(self) -> None:
+        _refuse_negative(self, "first")
         tiers = tuple(t if isinstance(t, Tier) else Tier(*t) for t in self.tiers)
         if not tiers or any(t.pages is None and t.tokens is None for t in tiers[:-1]):
             raise ValueError("every tier but the last one needs a number of pages or tokens")
@@ -148,6 +152,9 @@ class Within:
     formats: Several[str]
     newest: int = 1
     first: int = 1
+
+    def __post_init__(self) -> None:
+        _refuse_negative(self, "nbytes", "newest", "first")
 
     def choose(self, pages: Several[PageFacts]) -> dict[int, str]:
         """See ``Policy.choose``."""
@@ -244,6 +251,13 @@ def _of_layer(policy: Policy | ByLayer, cache: PagedCache, caches: int) -> Polic
     if isinstance(policy, Within):
         return dataclasses.replace(policy, nbytes=policy.nbytes // caches)
     return policy
+
+
+def _refuse_negative(policy: object, *fields: str) -> None:
+    for field in fields:
+        number = getattr(policy, field)
+        if number is not None and number < 0:
+            raise ValueError(f"{type(policy).__name__}: {field} is {number}, and negative")
 
 
 class _Use(NamedTuple):

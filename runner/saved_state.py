@@ -66,8 +66,9 @@ def read_cache(path: Path) -> tuple[StateFile, SavedCache, list[Array]]:
     """
     content = read(path)
     if len(content.caches) != 1:
-        names = ", ".join(content.caches) or "none"
-        content.file.refuse(f"one paged cache is wanted, and it holds {names}")
+        names = ", ".join(f"`{name}`" for name in content.caches) or "none"
+        reason = f"one paged cache is wanted, and it holds {names}"
+        content.file.refuse(f"{reason}: `checkpoint.load` or `SequencePool.load` reads it")
     ((name, cache),) = content.caches.items()
     return content.file, cache, content.parts[name]
 

@@ -224,10 +224,13 @@ class Sequence:
     def _become(self, pages: list[int], length: int, dropped: int) -> None:
         self._pages, self.length, self.dropped = list(pages), length, dropped
 
-    def _check_usable(self) -> None:
-        name = self.pool.pages.name
+    def _check_there(self) -> None:
         if self._freed:
-            raise errors.PageError(name, None, f"sequence {self.id} was freed")
+            raise errors.PageError(self.pool.pages.name, None, f"sequence {self.id} was freed")
+
+    def _check_usable(self) -> None:
+        self._check_there()
+        name = self.pool.pages.name
         if self.reserved or self._replaced is not None:
             raise errors.PageError(
                 name, None, f"sequence {self.id} is being written: commit or roll back first"

@@ -9,12 +9,15 @@ from onnx_inplace.runner import relocation
 from onnx_inplace.runner.costs import FREE, Cost
 
 if TYPE_CHECKING:
+    from onnx_inplace.runner.page_pool import PagePool
     from onnx_inplace.runner.sequence import Sequence
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Costs:
     """What operations would cost now, by the names and arguments of the operations.
+
+    Of a sequence that was freed all of them raise PageError.
 
     Attributes:
         sequence: that they are of.
@@ -24,11 +27,12 @@ class Costs:
 
     def fork(self) -> Cost:
         """Tables only."""
+        self._there()
         return FREE
 
     def reserve(self, count: int) -> Cost:
         """New pages, and a copy of the last page where others count on it."""
-        mine, pool = self.sequence, self.sequence.pool.pages
+        mine, pool = self._there()
         more = mine._more_pages(count)
         cost = Cost(pages=more, allocated=more * pool.new_bytes())
         place = mine._written(count)
@@ -42,18 +46,18 @@ class Costs:
 
     def truncate(self, length: int) -> Cost:
         """Pages that nobody else counts on are freed."""
-        size = self.sequence.pool.page_size
-        return self.sequence.pool.pages.cost_of_release(self.sequence.pages[-(-length // size) :])
+        mine, pool = self._there()
+        return pool.cost_of_release(mine.pages[-(-length // pool.page_size) :])
 
     def drop(self, start: int, stop: int) -> Cost:
         """Tables, or new pages."""
-        mine, pool = self.sequence, self.sequence.pool.pages
+        mine, pool = self._there()
         plan = relocation.plan_drop(list(mine.pages), mine.length, start, stop, pool.page_size)
         return relocation.cost(pool, plan, mine.pages)
 
     def recode_keys(self, start: int, stop: int) -> Cost:
         """Copies of all pages that are touched."""
-        mine, pool = self.sequence, self.sequence.pool.pages
+        mine, pool = self._there()
         relocation.check_range(start, stop, mine.length)
         size = pool.page_size
         touched = mine.pages[start // size : -(-stop // size)] if stop > start else ()
@@ -62,4 +66,9 @@ class Costs:
 
     def free(self) -> Cost:
         """Pages that nobody else counts on are freed."""
-        return self.sequence.pool.pages.cost_of_release(self.sequence.pages)
+        mine, pool = self._there()
+        return pool.cost_of_release(mine.pages)
+
+    def _there(self) -> tuple[Sequence, PagePool]:
+        self.sequence._check_there()
+        return self.sequence, self.sequence.pool.pages

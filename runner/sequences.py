@@ -66,7 +66,7 @@ class SequencePool:
 
         Raises:
             ValueError: see ``PagePool``.
-            errors.PageError: a cache does not allow its format.
+            errors.PageError: a cache does not allow its format, or belongs to another pool.
         """
         if isinstance(caches, PagedCache):
             caches = [caches]
@@ -182,6 +182,14 @@ class SequencePool:
             sequence.free()
         self.prefixes.clear()
 
+    def close(self) -> None:
+        """Free everything, and give the caches back: ``checkpoint.restore`` may fill them then.
+
+        Not needed for a pool that nobody refers to any more.
+        """
+        self.clear()
+        self.pages.close()
+
     @contextlib.contextmanager
     def writing(
         self, sequences: Several[Sequence], count: int, blocks: int | None = None
@@ -280,6 +288,11 @@ class SequencePool:
         """
         state = checkpoint.load(path, map=map)
         caches = {n: c for n, c in state.items() if isinstance(c, PagedCache)}
+        if not any(name.startswith(_SAVED) for name in state):
+            what = ", ".join(f"`{name}`" for name in state) or "nothing"
+            reader = "PagedCache.load" if len(state) == len(caches) == 1 else "checkpoint.load"
+            reason = f"it is no pool of sequences: it holds {what}, which {reader} reads"
+            raise errors.SavedStateError(os.fspath(path), reason)
         try:
             saved = {name: np.asarray(state[_SAVED + name]) for name in _PARTS}
             return cls._of_state(caches, saved)

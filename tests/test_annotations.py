@@ -11,7 +11,18 @@ from annotations import everywhere, in_json
 
 from onnx_inplace import compiler, errors, formats
 from onnx_inplace.compiler import program
-from onnx_inplace.dsl import FLOAT, FLOAT16, INT64, Alias, Mutable, Paged, function, kv, model
+from onnx_inplace.dsl import (
+    FLOAT,
+    FLOAT16,
+    INT64,
+    Alias,
+    Mutable,
+    Paged,
+    SparsePaged,
+    function,
+    kv,
+    model,
+)
 
 Pages = Paged[FLOAT16[2, 2, 32, 64], formats.FLOAT16, formats.INT8, formats.INT4]
 
@@ -37,7 +48,24 @@ def paged(
     return kv.PagedAttention(query, updated, table, t + 1, is_causal=1), updated
 
 
-PROGRAMS = {**file_programs.ALL, "paged": paged}
+@model
+def sparse(
+    cache: Mutable[SparsePaged[FLOAT16[2, 2, 32, 64], formats.FLOAT16, formats.INT8]],
+    ids: INT64["count"],
+    values: FLOAT16[2, 2, 1, 64],
+    steps: INT64[()],
+) -> tuple[Alias["cache"], INT64[()]]:
+    written = steps * 0
+    for k in range(steps):
+        if ids[k] > 0:
+            cache = kv.PagedCacheUpdate(cache, ids[k], values, k, quantized_type="INT8")
+        else:
+            cache = kv.PagedCacheConvert(cache, ids, quantized_type="FLOAT16")
+        written = written + 1
+    return cache, written
+
+
+PROGRAMS = {**file_programs.ALL, "paged": paged, "sparse": sparse}
 
 # Kinds of changes of typed fields and of the JSON contract that are one diagnosis have one code.
 KINDS: dict[str, tuple[str, list[annotations.Kind]]] = {
@@ -77,7 +105,7 @@ KINDS: dict[str, tuple[str, list[annotations.Kind]]] = {
         "E122",
         [
             annotations.other_pages(lambda p: setattr(p, "elem_type", 1)),
-            annotations.other_pages(lambda p: setattr(p, "sparse_ids", True)),
+            annotations.other_pages(lambda p: setattr(p, "sparse_ids", not p.sparse_ids)),
             annotations.other_pages(lambda p: setattr(p.shape.dim[2], "dim_value", 64)),
             annotations.other_pages(lambda p: p.shape.dim.pop()),
             annotations.other_pages(lambda p: p.allowed_quantized_type.pop()),

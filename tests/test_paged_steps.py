@@ -1,6 +1,7 @@
 """Paged caches in runs: what is bound, judged, written, and what a refused run leaves."""
 
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import page_specification as spec
@@ -704,3 +705,53 @@ def test_an_update_of_pages_that_exist_allocates_nothing(peak_bytes) -> None:
         run()
         run()
         assert peak_bytes(run) < 10_000
+
+
+# -- the author's line
+
+
+def line_of(error: errors.PlacedError) -> str:
+    file, _, line = str(error.location).partition(":")
+    assert file == "test_paged_steps.py" and str(error).startswith(f"{error.location}: ")
+    return Path(__file__).read_text().splitlines()[int(line) - 1]
+
+
+def test_tokens_that_were_never_written_are_not_read() -> None:
+    cache = with_pages("INT8", fill=5)
+    with session(attend).bind() as step, pytest.raises(errors.UnwrittenTokens) as caught:
+        step.run(cache=cache, table=[0], query=np.zeros((1, 4, 1, D), np.float32), length=[9])
+    error = caught.value
+    assert (error.length, error.capacity, error.batch) == (9, 5, None)
+    assert "9 tokens are to be read, and only the first 5 were written" in str(error)
+    assert "kv.PagedAttention(query, cache, table, length" in line_of(error)
+
+
+@model
+def late(
+    cache: Mutable[Pages], table: INT64["blocks"], values: Values, query: FLOAT[1, 4, 1, D]
+) -> tuple[FLOAT[1, 4, 1, D], Alias["cache"]]:
+    updated = kv.PagedCacheUpdate(cache, table, values, 0, quantized_type="INT8")
+    first = op.Cast(op.ReduceMax(kv.PageGather(updated, 0), keepdims=0), to=7)
+    return kv.PagedAttention(query, updated, table, op.Reshape(first, [1])), updated
+
+
+def test_what_is_found_at_a_step_has_its_line_too() -> None:
+    """The length is content that the run itself has written."""
+    cache = PagedCache(DIMS, np.float16)
+    values = np.full((2, H, 3, D), 7, np.float16)
+    with session(late).bind(cache=cache) as step, pytest.raises(errors.UnwrittenTokens) as caught:
+        step.run(table=[0], values=values, query=np.zeros((1, 4, 1, D), np.float32))
+    assert (caught.value.length, caught.value.capacity) == (7, 3)
+    assert "kv.PagedAttention(query, updated" in line_of(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("page", "position", "kind"), [(0, 31, errors.CapacityError), (7, 0, errors.PageError)]
+)
+def test_a_write_that_cannot_be_names_its_line(
+    page: int, position: int, kind: type[errors.PlacedError]
+) -> None:
+    cache = with_pages("INT8")
+    with session(write).bind(cache=cache) as step, pytest.raises(kind) as caught:
+        step.run(page=page, values=tokens(2), position=position)
+    assert "kv.PagedCacheUpdate(cache, page, values, position" in line_of(caught.value)

@@ -496,3 +496,25 @@ def test_caches_share_the_memory_of_freed_pages() -> None:
     place = first.page(0).address
     first.free(0)
     assert second.page(second.allocate_page("FLOAT16")).address == place
+
+
+@pytest.mark.parametrize("elem_type", [np.int8, np.int32, np.float64, bool])
+def test_pages_decode_to_floats_that_kernels_have(elem_type: Any) -> None:
+    """A file of such a cache could not be loaded: it is refused when it is made."""
+    with pytest.raises(ValueError, match="FLOAT, FLOAT16 or BFLOAT16"):
+        PagedCache(DIMS, elem_type)
+
+
+@pytest.mark.parametrize("dims", [(1, *DIMS[1:]), DIMS[1:], (*DIMS, 1)])
+def test_a_page_is_keys_and_values(dims: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"K and V|\[2, heads, page_size, head_size\]"):
+        PagedCache(dims, np.float16)
+
+
+def test_a_negative_budget_is_refused() -> None:
+    with pytest.raises(ValueError, match="-1 bytes"):
+        PagedCache(DIMS, np.float16, budget=-1)
+    cache = PagedCache(DIMS, np.float16, budget=F16)
+    with pytest.raises(ValueError, match="-1 bytes"):
+        cache.budget = -1
+    assert cache.budget == F16

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -161,3 +163,20 @@ def test_names_that_nothing_has_are_refused() -> None:
             apply(policy, pool)
     with pytest.raises(ValueError, match="layer7"):
         apply(ByLayer({"layer7": ByAge([("INT8", None)])}), pool)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Tier("INT8", pages=-1),
+        lambda: Tier("INT8", tokens=-1),
+        lambda: ByAge([("FLOAT16", -1), ("INT8", None)]),
+        lambda: ByAge([("INT8", None)], first=-1),
+        lambda: Within(-1, ["INT8"]),
+        lambda: Within(0, ["INT8"], newest=-1),
+        lambda: Within(0, ["INT8"], first=-1),
+    ],
+)
+def test_numbers_of_a_policy_are_not_negative(make: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match="is -1, and negative"):
+        make()

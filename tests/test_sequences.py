@@ -1,5 +1,6 @@
 """Sequences on shared pages: each operation, what it costs, and what it refuses."""
 
+import gc
 import threading
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from onnx_inplace import Session
 from onnx_inplace.compiler import errors, formats
 from onnx_inplace.dsl import FLOAT, FLOAT16, INT64, Alias, Mutable, Paged, kv, model
-from onnx_inplace.runner import relocation
+from onnx_inplace.runner import checkpoint, relocation
 from onnx_inplace.runner.costs import FREE, Cost
 from onnx_inplace.runner.pages import PagedCache
 from onnx_inplace.runner.sequence import Sequence
@@ -513,3 +514,72 @@ def test_a_saved_cache_is_no_pool(tmp_path: Path) -> None:
     PagedCache(DIMS, np.float16).save(tmp_path / "cache.pages")
     with pytest.raises(errors.SavedStateError, match="no pool"):
         SequencePool.load(tmp_path / "cache.pages")
+
+
+# -- who a cache belongs to
+
+
+def test_state_is_not_restored_under_a_pool(tmp_path: Path) -> None:
+    """Block tables would speak of other pages; nothing changes."""
+    (cache,) = (pool := a_pool()).caches
+    sequence = a_text(pool, 20)
+    checkpoint.save(tmp_path / "state", {"cache0": cache})
+    with pytest.raises(errors.PageError, match=r"pool `pool`.*SequencePool\.load"):
+        checkpoint.restore(tmp_path / "state", {"cache0": cache})
+    with pytest.raises(errors.PageError, match="pool `pool`"):
+        cache.insert(tmp_path / "state")
+    write(sequence, [7])
+    assert read(sequence) == [*range(20), 7]
+
+
+def test_a_closed_pool_gives_its_caches_back(tmp_path: Path) -> None:
+    (cache,) = (pool := a_pool()).caches
+    a_text(pool, 20)
+    pool.save(tmp_path / "state")
+    with pytest.raises(errors.PageError, match="belong to pool `pool`"):
+        SequencePool(cache)
+    pool.close()
+    assert not list(cache) and not pool.sequences
+    checkpoint.restore(tmp_path / "state", {"cache0": cache})
+    assert len(list(cache)) == 2
+    cache.clear()
+    assert SequencePool(cache).caches == (cache,)
+
+
+def test_a_pool_that_is_gone_holds_nothing() -> None:
+    (cache,) = a_pool().caches
+    gc.collect()
+    assert SequencePool(cache).caches == (cache,)
+
+
+def test_a_file_that_is_no_pool_says_what_it_is(tmp_path: Path) -> None:
+    cache = PagedCache(DIMS, np.float16, name="mine")
+    cache.save(tmp_path / "cache")
+    with pytest.raises(errors.SavedStateError, match=r"no pool.*`mine`.*PagedCache\.load") as one:
+        SequencePool.load(tmp_path / "cache")
+    checkpoint.save(tmp_path / "state", {"a": cache, "b": np.zeros(3)})
+    with pytest.raises(errors.SavedStateError, match=r"`b`.*checkpoint\.load reads") as two:
+        SequencePool.load(tmp_path / "state")
+    for caught in (one, two):
+        assert "onnx_inplace.pool/" not in str(caught.value)
+    a_pool(2).save(tmp_path / "pool")
+    with pytest.raises(errors.SavedStateError, match=r"`cache0`, `cache1`.*SequencePool\.load"):
+        PagedCache.load(tmp_path / "pool")
+
+
+def test_nothing_is_said_of_the_cost_of_a_freed_sequence() -> None:
+    sequence = a_text(a_pool(), 20)
+    before = sequence.cost
+    assert before.free().freed == 2 * BYTES
+    sequence.free()
+    for cost in (before, sequence.cost):
+        for ask in (
+            cost.fork,
+            cost.free,
+            lambda cost=cost: cost.reserve(1),
+            lambda cost=cost: cost.truncate(0),
+            lambda cost=cost: cost.drop(0, 0),
+            lambda cost=cost: cost.recode_keys(0, 0),
+        ):
+            with pytest.raises(errors.PageError, match="was freed"):
+                ask()
