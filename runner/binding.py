@@ -21,6 +21,7 @@ from onnx_inplace.compiler.contract import Access
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner import execute, inputs, journal, storage
 from onnx_inplace.runner.checks import Check
+from onnx_inplace.runner.frames import Frame
 from onnx_inplace.runner.outputs import Outputs
 from onnx_inplace.runner.page_port import PagedPort
 from onnx_inplace.runner.pages import PagedCache
@@ -113,6 +114,17 @@ class Binding:
             self._end()
         finally:
             self._running.release()
+
+    def observe(self, observe: execute.Observe) -> Frame:
+        """Serves ``profile``: steps are observed from the next run on.
+
+        Returns:
+            The frame of the next run, if it has the shapes of the last one.
+        """
+        self._execution.observe(observe)
+        assert self._shapes is not None, "nothing has run yet"
+        self._frame = self._execution.run(self._shapes)
+        return self._frame.frame
 
     def reset(self) -> None:
         """Accept the arrays as they are after a run that failed half-way."""

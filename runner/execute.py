@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -41,6 +41,14 @@ from onnx_inplace.runner.fused.region import Region
 from onnx_inplace.runner.fused.table import NotFused
 
 _FRAMES = 16  # a server sees many lengths of prompts: the least recently used are given up
+
+
+Observe = Callable[[Step, Action], Action]
+"""Makes another action of that of a step, which does the same and looks at it."""
+
+
+def _alone(_: Step, action: Action) -> Action:
+    return action
 
 
 class Engine:
@@ -80,9 +88,9 @@ class Engine:
         """An execution on the caller's storage."""
         return Execution(self, roots)
 
-    def build(self, frame: Frame) -> Action:
+    def build(self, frame: Frame, observe: Observe) -> Action:
         """The closures of a frame, prepared as far as its shapes are known."""
-        return _Builder(self._kernels, self._sub_sessions, frame).block(frame.block)
+        return _Builder(self._kernels, self._sub_sessions, frame, observe).block(frame.block)
 
     def choose(
         self, dims: Mapping[str, int], roots: Mapping[str, Array]
@@ -117,6 +125,12 @@ class Execution:
     def __init__(self, engine: Engine, roots: Mapping[str, Any]):
         self._engine, self._roots = engine, roots
         self._frames: OrderedDict[tuple[tuple[int, ...], ...], Run] = OrderedDict()
+        self._observe: Observe = _alone
+
+    def observe(self, observe: Observe) -> None:
+        """From the next run on, steps do what ``observe`` makes of what they did."""
+        self._observe = observe
+        self._frames.clear()
 
     def run(self, shapes: tuple[tuple[int, ...], ...]) -> Run:
         """What runs with ordinary inputs of these shapes, in order of the graph."""
@@ -126,7 +140,7 @@ class Execution:
             return found
         while len(self._frames) >= _FRAMES:
             self._frames.popitem(last=False)
-        found = self._frames[shapes] = Run(self._engine, self._frame(shapes))
+        found = self._frames[shapes] = Run(self._engine, self._frame(shapes), self._observe)
         return found
 
     def _frame(self, shapes: tuple[tuple[int, ...], ...]) -> Frame:
@@ -151,15 +165,15 @@ class Execution:
 class Run:
     """The closures of a frame. The first run notes shapes, the second prepares buffers for them."""
 
-    def __init__(self, engine: Engine, frame: Frame):
-        self._engine, self.frame = engine, frame
-        self._act = engine.build(frame)
+    def __init__(self, engine: Engine, frame: Frame, observe: Observe):
+        self._engine, self.frame, self._observe = engine, frame, observe
+        self._act = engine.build(frame, observe)
 
     def slots(self) -> Slots:
         """Slots for a run: fill in the ordinary inputs, then call."""
         if self.frame.stale:
             self.frame.stale = False
-            self._act = self._engine.build(self.frame)
+            self._act = self._engine.build(self.frame, self._observe)
         return self.frame.template.copy()
 
     def __call__(self, slots: Slots) -> None:
@@ -174,13 +188,15 @@ class _Builder:
     kernels: Mapping[int, Action]
     sub_sessions: Mapping[int, standard.SubSessionRunner]
     frame: Frame
+    observe: Observe
 
     def block(self, block: Block) -> Action:
         """A block as one action."""
         ends = _ends(block, self.frame)
         actions = []
         for index, step in enumerate(block.steps):
-            actions.append(self._guarded(self._action(step, block), step))
+            action = self._guarded(self._action(step, block), step)
+            actions.append(self.observe(step, action))
             if index in ends:
                 actions.append(_release(ends[index]))
         if len(actions) == 1:

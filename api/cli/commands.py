@@ -17,7 +17,17 @@ from rich.markdown import Markdown
 
 import onnx_inplace
 from onnx_inplace import compiler, page
-from onnx_inplace.cli import adopted, doctor, page_list, planned, report, results, show, values
+from onnx_inplace.cli import (
+    adopted,
+    doctor,
+    page_list,
+    planned,
+    profiled,
+    report,
+    results,
+    show,
+    values,
+)
 from onnx_inplace.compiler import declarations, errors, loader, recovery, schema
 from onnx_inplace.page import page_facts, page_map
 
@@ -223,10 +233,21 @@ def plan_(
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write a page for a browser instead."),
     ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Run it, and print where the time goes instead.")
+    ] = False,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option("--input", metavar="NAME=FILE.npy", help="For --profile; else zeros."),
+    ] = None,
+    runs: Annotated[int, typer.Option(min=1, help="For --profile: runs that count.")] = 20,
     json_: Json = False,
 ) -> None:
     """Print the steps of a run, its memory, what copies, what is proved and what a run checks."""
     sizes = {} if dims is None else values.sizes(dims, "--dims")
+    if profile:
+        _profile(model, sizes, inputs or [], threads, runs, json_)
+        return
     limit = None if budget is None else values.amount(budget, "--budget")
     _check_folder(html)
     plan = compiler.plan(model)
@@ -240,6 +261,18 @@ def plan_(
         print(f"{html}: ok")
     else:
         planned.render(plan, str(model), sizes, threads)
+
+
+def _profile(
+    model: Path, sizes: dict[str, int], inputs: list[str], threads: int, runs: int, json_: bool
+) -> None:
+    feeds = values.pairs(inputs, "--input", "NAME=FILE.npy").items()
+    given = {name: values.feed(text, name) for name, text in feeds}
+    plan, variants = profiled.measure(model, sizes, given, threads, runs)
+    if json_:
+        report.print_json(profiled.to_json(plan, variants))
+    else:
+        profiled.render(plan, variants, sizes)
 
 
 @app.command()

@@ -136,6 +136,30 @@ def _block(plan: steps.ExecutionPlan, block: steps.Block, depth: int) -> Iterato
         yield from ((depth + inner, line) for inner, line in _step(plan, step))
 
 
+def kind(step: steps.Step) -> str:
+    """What a step is, without what it works on."""
+    match step:
+        case steps.SubSession():
+            return "onnxruntime"
+        case steps.Kernel() | steps.View():
+            return step.op_type
+        case Fused():
+            return "fused"
+        case steps.Branch():
+            return "If"
+        case steps.Repeat():
+            return "Loop"
+        case steps.ScanStep():
+            return "Scan"
+        case _:
+            assert_never(step)
+
+
+def headline(plan: steps.ExecutionPlan, step: steps.Step) -> Text:
+    """A step in one line, without what stands in its branches and bodies."""
+    return next(_step(plan, step))[1]
+
+
 def _step(plan: steps.ExecutionPlan, step: steps.Step) -> Iterator[tuple[int, Text]]:
     def names(slots: Iterable[int | None]) -> str:
         return ", ".join("-" if slot is None else plan.values[slot].name for slot in slots)

@@ -43,7 +43,8 @@ def attention(b: Builder, o: Operation) -> None:
     b.bounds.append(Bound(lengths_at, 0, capacity + 1, fail))
     facts = b.lasting(attend.facts(problem))
     reads = [query, key, value, lengths]
-    b.lengths.append((lengths, problem.heads * problem.head_size))
+    token = problem.kv_heads * (key.shape[-1] * key.itemsize + value.shape[-1] * value.itemsize)
+    growing = [(lengths, token)]
     places = layout.Places(
         *(address(query), address(key), address(value), address(target), address(lengths), 0, 0)
     )
@@ -52,14 +53,15 @@ def attention(b: Builder, o: Operation) -> None:
         rows = problem.batch * problem.kv_heads
         space = b.lasting(aligned(decode.workspace_size(rows, SPLITS, b.threads)))
         block = decode.Attend(address(facts), *places, address(space), address(b.control), SPLITS)
-        b.emit(decode.attend, block, reads, [target], first=False)
+        b.emit(decode.attend, block, reads, [target], first=False, growing=growing)
         return
     kernel, size = kernels.other(problem, b.threads)
     space = b.lasting(aligned(16 + size + 64))
     begin = moves.Begin(address(space), address(lengths), problem.batch, SHORTEST, 1)
     b.emit(moves.begin, begin, [lengths], [space[:16]])
     call = moves.Attend(kernel.ready().address, address(facts), *places, address(space), 0)
-    b.emit(moves.attend, call, [*reads, space[:16]], [target, space], first=False)
+    reads = [*reads, space[:16]]
+    b.emit(moves.attend, call, reads, [target, space], first=False, growing=growing)
 
 
 SHORTEST = 64  # tokens of a split

@@ -80,6 +80,7 @@ def attention(b: Builder, o: Operation) -> None:
         state=address(b.control),
     )
     reads = [query, lengths, b.pages.bytes_of(cache)]
-    b.emit(kernels.attend, block, reads, [target, calls], first=False)
-    b.lengths.append((lengths, query.shape[1] * query.shape[3]))
+    # formats differ from page to page: a byte a number is about what one takes
+    growing = [(lengths, 2 * cache.dims[1] * cache.dims[3])]
+    b.emit(kernels.attend, block, reads, [target, calls], first=False, growing=growing)
     b.pages.accesses.append(access)

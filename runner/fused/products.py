@@ -58,9 +58,9 @@ def product(b: Builder, o: Operation) -> None:
         next_panel_bytes=0,
     )
     reads += [] if added is None else [added]
-    b.emit(_kernel(packed, _planes(o), rows, b.portable), block, reads, [target], first=False)
+    kernel = _kernel(packed, _planes(o), rows, b.portable)
+    b.emit(kernel, block, reads, [target], first=False, streamed=packed.data.nbytes)
     written()
-    b.work += float(packed.data.size)
     b.panels[block.weights] = packed.layout.panels, packed.layout.panel_bytes
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numba
@@ -21,7 +21,8 @@ from onnx_inplace.numba_kernels.memory import FIELD, address
 from onnx_inplace.runner import journal, threads
 from onnx_inplace.runner.actions import Action, Array, Slots
 from onnx_inplace.runner.fused import products, templates
-from onnx_inplace.runner.fused.table import Bound, Builder, NotFused, Table
+from onnx_inplace.runner.fused.clock import Clock
+from onnx_inplace.runner.fused.table import Bound, Builder, Instruction, NotFused, Table
 from onnx_inplace.runner.fused.weights import Weights
 
 _LONGEST_PAUSE = 128  # runs on one thread, before several are tried again: half a second
@@ -90,6 +91,9 @@ class Region:
         )  # who cannot come is not awaited
         self._control = b.control
         self._control_at = address(self._control)
+        self._streamed = sum(i.streamed for i in b.instructions)
+        self._growing = _totals(b.instructions)
+        self._clock: Clock | None = None
         self._policy = threads.Policy(longest=_LONGEST_PAUSE)
         self._run = interpreter.run.ready()
         self._parallel = interpreter.run_parallel.ready() if b.threads > 1 else None
@@ -119,6 +123,11 @@ class Region:
     def nbytes(self) -> int:
         """Bytes of buffers."""
         return self._keep.nbytes
+
+    def observe(self) -> Clock:
+        """From now on, runs on all threads add up what their instructions take."""
+        self._clock = Clock(self._keep.instructions, self._workers)
+        return self._clock
 
     def action(self) -> Action:
         """What a run does."""
@@ -155,9 +164,13 @@ class Region:
         return act
 
     def _call(self, instructions: int, count: int) -> None:
-        work = self._keep.work
-        for lengths, factor in self._keep.lengths:
-            work += factor * float(lengths.flat[0])
+        if self._clock is not None:
+            with threads.region(self._workers):
+                self._clock.run(instructions, self._control)
+            return
+        work = float(self._streamed)
+        for numbers, each in self._growing:
+            work += each * int(numbers.sum())
         parallel = self._parallel is not None and self._policy.parallel()
         start = time.perf_counter()
         if parallel and self._parallel is not None:
@@ -203,6 +216,16 @@ def _writes(b: Builder, o: Operation) -> _Write | None:
         axis = o.attributes.get("axis", -2)
         return _Write(o, b.array(o.inputs[2]), b.shape(o.inputs[1])[axis])
     return _Write(o, None, None)
+
+
+def _totals(instructions: Iterable[Instruction]) -> list[tuple[Array, int]]:
+    """What grows with the numbers of a run, each array of numbers once: layers share them."""
+    found: dict[int, tuple[Array, int]] = {}
+    for instruction in instructions:
+        for numbers, each in instruction.growing:
+            _, before = found.get(id(numbers), (numbers, 0))
+            found[id(numbers)] = numbers, before + each
+    return list(found.values())
 
 
 def _named(region: Fused) -> set[str]:

@@ -43,6 +43,8 @@ class Instruction:
         block: its arguments.
         first: whether the first thread does all of it.
         reads, writes: bytes that others write or read, too.
+        streamed: bytes of weights that come from memory in each run.
+        growing: (numbers that a run brings, bytes for each unit of their sum): of caches.
     """
 
     kernel: int
@@ -50,6 +52,13 @@ class Instruction:
     first: bool
     reads: tuple[Range, ...]
     writes: tuple[Range, ...]
+    streamed: int = 0
+    growing: tuple[tuple[Array, int], ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights and caches, with the numbers of the last run."""
+        return self.streamed + sum(each * int(numbers.sum()) for numbers, each in self.growing)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,8 +117,6 @@ class Builder:
         self.instructions: list[Instruction] = []
         self.bounds: list[Bound] = []
         self.scratch: list[Array] = []
-        self.work = 0.0  # numbers that a run multiplies, for the choice of threads
-        self.lengths: list[tuple[Array, int]] = []  # work that grows with numbers of a run
         self.control = interpreter.control()
         self._codes: dict[tuple[int, int], Codes] = {}
         self._idle: dict[int, list[Array]] = {}  # memory of threads by size
@@ -288,8 +295,12 @@ class Builder:
         writes: Sequence[Array],
         *,
         first: bool = True,
+        streamed: int = 0,
+        growing: Sequence[tuple[Array, int]] = (),
     ) -> None:
-        """One more instruction."""
+        """One more instruction. See :class:`Instruction`."""
+        for numbers, _ in growing:
+            self._buffers.keep(numbers)  # they are looked at between runs
         self.instructions.append(
             Instruction(
                 kernel.ready().address,
@@ -297,6 +308,8 @@ class Builder:
                 first,
                 tuple(_range(a) for a in reads),
                 tuple(_range(a) for a in writes),
+                streamed,
+                tuple(growing),
             )
         )
 
