@@ -107,7 +107,7 @@ def restore(path: Path, state: Mapping[str, Array | PagedCache]) -> None:
     caches: list[tuple[PagedCache, str]] = []
     for name, value in state.items():
         if isinstance(value, PagedCache):
-            value.refuse_pooled(_POOLED)
+            value.membership.refuse(_POOLED)
             if name not in content.caches:
                 content.file.refuse(f"it holds no paged cache `{name}`")
             caches.append((value, name))

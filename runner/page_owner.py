@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -22,6 +21,7 @@ from onnx_inplace.compiler.contract import Access
 from onnx_inplace.compiler.formats import PageFormat
 from onnx_inplace.runner import page_memory
 from onnx_inplace.runner.attend import KINDS
+from onnx_inplace.runner.membership import Membership
 from onnx_inplace.runner.page import Page, Snapshot
 from onnx_inplace.runner.page_codec import Codec
 from onnx_inplace.runner.page_store import PageStore
@@ -38,6 +38,7 @@ class PageOwner:
         allowed: page formats that pages may have; empty: any.
         sparse_ids: whether any int64 is a page id. Otherwise ids are 0 to n-1.
         store: the pages themselves, for a run.
+        membership: whether a pool of sequences counts on the pages.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class PageOwner:
         self._lock = threading.RLock()
         self._runs: list[str] = []
         self._access = Access.READ_ONLY
-        self._pool: weakref.ref[Any] | None = None
+        self.membership = Membership(self.store)
 
     # -- what is there
 
@@ -329,29 +330,6 @@ class PageOwner:
             Bytes of pages that were kept for later ones.
         """
         return self.store.memory.trim()
-
-    # -- pools
-
-    def join(self, pool: Any) -> None:
-        """Pages belong to a pool from now on, until it leaves or is gone. It has a ``name``.
-
-        Raises:
-            errors.PageError: they belong to another one.
-        """
-        with self._quiet("given to a pool"):
-            self.refuse_pooled("close that one first")
-            self._pool = weakref.ref(pool)
-
-    def leave(self, pool: Any) -> None:
-        """Pages belong to that pool no longer."""
-        if self._pool is not None and self._pool() is pool:
-            self._pool = None
-
-    def refuse_pooled(self, repair: str) -> None:
-        """Raise PageError where a pool counts on pages: tables of its sequences would be wrong."""
-        pool = None if self._pool is None else self._pool()
-        if pool is not None:
-            raise self.store.error(None, f"its pages belong to pool `{pool.name}`: {repair}")
 
     # -- for ``Page``
 

@@ -57,14 +57,14 @@ class PagePool:
         if limit is not None and limit < 1:
             raise ValueError(f"a pool of {limit} pages holds nothing")
         for cache, format in zip(self.caches, self.formats, strict=True):
-            cache.refuse_pooled("close that one first")
+            cache.membership.refuse("close that one first")
             if len(cache) and not adopt:
                 raise ValueError(f"`{cache.name}` has pages already: a pool makes its own")
             cache.store.format(format)
         if adopt:
             self._adopt()
         for cache in self.caches:
-            cache.join(self)
+            cache.membership.join(self)
 
     @property
     def page_size(self) -> int:
@@ -142,7 +142,7 @@ class PagePool:
     def close(self) -> None:
         """Give the caches back to their owner."""
         for cache in self.caches:
-            cache.leave(self)
+            cache.membership.leave(self)
 
     def _adopt(self) -> None:
         """Take over the pages that all caches have.

@@ -88,7 +88,7 @@ class PagedCache(PageOwner):
         """
         file, saved, parts = saved_state.read_cache(path)
         with self._quiet("grown"):
-            self.refuse_pooled("fill a cache of its own")
+            self.membership.refuse("fill a cache of its own")
             fault = saved.fault(self.store)
             if fault is not None:
                 file.refuse(fault)

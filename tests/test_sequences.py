@@ -543,7 +543,11 @@ def test_a_closed_pool_gives_its_caches_back(tmp_path: Path) -> None:
     checkpoint.restore(tmp_path / "state", {"cache0": cache})
     assert len(list(cache)) == 2
     cache.clear()
-    assert SequencePool(cache).caches == (cache,)
+    other = SequencePool(cache)
+    pool.close()
+    with pytest.raises(errors.PageError, match="belong to pool"):
+        SequencePool(cache)
+    assert other.caches == (cache,)
 
 
 def test_a_pool_that_is_gone_holds_nothing() -> None:
