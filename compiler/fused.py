@@ -26,6 +26,10 @@ DOMAIN = "onnx_inplace.fused"
 """Of operations that stand for several nodes of the model; no node has it."""
 
 
+VIEWS = frozenset({"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"})
+"""Operators whose result is the storage of their input."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class FusedValue:
     """What is known of a value that a fused step reads or makes.
@@ -71,6 +75,11 @@ class Operation:
     roots: Mapping[int, str] = dataclasses.field(default_factory=dict)
     location: Location | None = None
 
+    @property
+    def writes(self) -> bool:
+        """Whether it writes storage of a root, and is no mere view of it."""
+        return bool(self.roots) and self.op_type not in VIEWS
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Link:
@@ -93,6 +102,12 @@ class Fused:
     inputs: tuple[Link, ...]
     outputs: tuple[Link, ...]
     nodes: int
+
+    @property
+    def written(self) -> frozenset[str]:
+        """Roots whose storage it writes."""
+        writes = [o for o in self.operations if o.writes]
+        return frozenset(root for o in writes for root in o.roots.values())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -22,6 +23,17 @@ Action = Callable[[Slots], None]
 """Reads its input slots, writes its output slots."""
 
 
+class Fuse(enum.Enum):
+    """Which runs of a session take fused steps."""
+
+    AUTO = "auto"
+    """Those with few rows, where the plan has fused steps."""
+    OFF = "off"
+    """None."""
+    DECODE_ONLY = "decode-only"
+    """All; others are refused, and what they alone need is not loaded."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
     """How kernels may use the machine.
@@ -29,12 +41,12 @@ class Settings:
     Attributes:
         threads: upper bound for one kernel.
         kernels: what they may name of the CPU's instructions; by default as the environment says.
-        fuse: run fused steps where the plan has them and the rows of a run are few.
+        fuse: which runs take fused steps.
     """
 
     threads: int = 1
     kernels: cpu.Path = dataclasses.field(default_factory=cpu.choose)
-    fuse: bool = False
+    fuse: Fuse = Fuse.AUTO
 
     @property
     def portable(self) -> bool:

@@ -10,12 +10,14 @@ import collections
 import dataclasses
 import time
 import types
-from typing import Any, Generic, TypeVar
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import ml_dtypes
 import numpy as np
+import onnx_ir as ir
 
-from onnx_inplace.compiler import errors, steps
+from onnx_inplace.compiler import errors
 from onnx_inplace.numba_kernels import (
     attention,
     decode,
@@ -325,12 +327,24 @@ def mask_layout(
     return batch, head, token, mask.itemsize, shape[3]
 
 
-def kind_of(value: steps.Value | None) -> int | None:
+class Known(Protocol):
+    """What a plan knows of a value: its element type and its shape."""
+
+    @property
+    def dtype(self) -> ir.DataType | None:
+        """None where it is not known."""
+
+    @property
+    def shape(self) -> Sequence[object] | None:
+        """Sizes; what is no number is known only in a run."""
+
+
+def kind_of(value: Known | None) -> int | None:
     """The kind of the elements of a value, where it is known."""
     return None if value is None or value.dtype is None else KINDS.get(value.dtype.numpy())
 
 
-def known_dim(value: steps.Value | None, axis: int) -> int | None:
+def known_dim(value: Known | None, axis: int) -> int | None:
     """A dimension of a value, where it is known."""
     if value is None or value.shape is None or not -len(value.shape) <= axis < len(value.shape):
         return None

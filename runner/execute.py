@@ -15,11 +15,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numba
 import numpy as np
 
-from onnx_inplace.compiler import errors, extents, sizes
-from onnx_inplace.compiler.fused import NOTHING, ROWS, Fused
+from onnx_inplace.compiler import errors, extents
+from onnx_inplace.compiler.fused import ROWS, Fused
 from onnx_inplace.compiler.steps import (
     Block,
     Branch,
@@ -33,12 +32,11 @@ from onnx_inplace.compiler.steps import (
     View,
 )
 from onnx_inplace.numba_kernels.memory import address
-from onnx_inplace.runner import control, library, registry, standard, views
-from onnx_inplace.runner.actions import Action, Array, Settings, Slots
+from onnx_inplace.runner import control, library, library_check, registry, standard, views
+from onnx_inplace.runner.actions import Action, Array, Fuse, Settings, Slots
 from onnx_inplace.runner.frames import Frame
-from onnx_inplace.runner.fused import region, weights
+from onnx_inplace.runner.fused.choice import Alternative
 from onnx_inplace.runner.fused.region import Region
-from onnx_inplace.runner.fused.table import NotFused
 
 _FRAMES = 16  # a server sees many lengths of prompts: the least recently used are given up
 
@@ -55,28 +53,30 @@ class Engine:
     """What all bindings of a session execute."""
 
     def __init__(self, plan: ExecutionPlan, settings: Settings, model: Path | None = None):
-        """Load sub-sessions, kernels, and weights of fused steps; ``model``: the file, if any.
+        """Compile kernels, repack weights and load what every run needs.
+
+        Args:
+            plan: of the model.
+            settings: how kernels may use the machine.
+            model: its file, beside which repacked weights are kept; None: it has none.
 
         Raises:
             errors.UnsupportedOperator: a kernel is missing, or does not support a node.
+            errors.BindingError: only fused steps are wanted, and there are none.
         """
         self.plan, self._settings = plan, settings
-        self._fused = plan.fused if settings.fuse else NOTHING
-        # kernels first: they refuse at once, sub-sessions take their time
-        steps = list(_all_steps(plan.block))
-        if self._fused.block is not None:
-            steps += list(_all_steps(self._fused.block))
-        self._kernels = {
-            id(s): registry.compile_step(s, settings) for s in steps if isinstance(s, Kernel)
-        }
-        loader = library.Library(settings.threads)
-        self._library = loader  # holds the weights: onnxruntime keeps no reference to them
-        self._sub_sessions = {
-            id(s): standard.SubSessionRunner(s, plan, loader)
-            for s in steps
-            if isinstance(s, SubSession)
-        }
-        self._weights = weights.load(self._fused, model)
+        self._kernels: dict[int, Action] = {}
+        self._sub_sessions: dict[int, standard.SubSessionRunner] = {}
+        self._library = library.Library(settings.threads)  # holds the weights: onnxruntime does not
+        # kernels first: they refuse at once, weights and sub-sessions take their time
+        if settings.fuse is not Fuse.DECODE_ONLY:
+            self._enter(plan.block)
+        self.fused = Alternative(plan.fused, settings, model)
+        if self.fused.block is not None:
+            self._enter(self.fused.block)
+        elif settings.fuse is Fuse.DECODE_ONLY:
+            raise _nothing_fused(plan, self.fused)
+        self._load()
         self._constants = {slot: _read_only(t.numpy()) for slot, t in plan.constants.items()}
 
     @property
@@ -95,28 +95,64 @@ class Engine:
     def choose(
         self, dims: Mapping[str, int], roots: Mapping[str, Array]
     ) -> tuple[Block, Mapping[int, Region]]:
-        """The steps of a frame, and its fused steps."""
-        fused, ordinary = self._fused, self.plan.block
-        if fused.block is None or not _few(fused.rows, dims):
-            return ordinary, {}
-        threads = min(self._settings.threads, numba.config.NUMBA_NUM_THREADS)
-        try:
-            return fused.block, {
-                id(step): region.build(
-                    step, dims, roots, self._weights, threads, self._settings.portable
-                )
-                for step in fused.regions
-            }
-        except NotFused:
-            return ordinary, {}
+        """The steps of a frame, and its fused steps.
+
+        Raises:
+            errors.BindingError: only fused steps are loaded, and they cannot serve these shapes.
+        """
+        regions = self.fused.regions(dims, roots)
+        if regions and self.fused.block is not None:
+            return self.fused.block, regions
+        if self._settings.fuse is Fuse.DECODE_ONLY:
+            raise _not_loaded(self.fused, dims)
+        return self.plan.block, {}
+
+    def _enter(self, block: Block) -> None:
+        for step in _all_steps(block):
+            match step:
+                case Kernel():
+                    self._kernels[id(step)] = registry.compile_step(step, self._settings)
+                case SubSession():
+                    self._sub_sessions[id(step)] = standard.SubSessionRunner(
+                        step, self.plan, self._library
+                    )
+
+    def _load(self) -> None:
+        """Load the sub-sessions that most runs take.
+
+        Where fused steps are an alternative, those of the ordinary steps wait for the first run
+        that needs them, because their weights are a copy beside those of fused steps; but what
+        onnxruntime cannot run at all is refused now.
+        """
+        usual = {id(s) for s in _all_steps(self.fused.block or self.plan.block)}
+        later = [r.step for key, r in self._sub_sessions.items() if key not in usual]
+        usual.update(id(step) for step in library_check.doubtful(later))
+        for key, runner in self._sub_sessions.items():
+            if key in usual:
+                runner.load()
 
 
-def _few(rows: Sequence[sizes.Size], dims: Mapping[str, int]) -> bool:
-    """Whether all products have few enough rows; not where a dimension is known only in a run."""
-    try:
-        return all(rows_ <= ROWS for rows_ in sizes.numbers(rows, dims))
-    except KeyError:
-        return False
+def _nothing_fused(plan: ExecutionPlan, fused: Alternative) -> errors.BindingError:
+    reasons = [*map(str, fused.refusals), *map(str, plan.fused.refusals)]
+    more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
+    why = "; ".join(reasons[:3]) or "it has no product with a weight in its main graph"
+    return errors.BindingError(
+        f'fuse="decode-only": nothing of this model can be fused: {why}{more}. Use fuse="auto".',
+        "fuse",
+    )
+
+
+def _not_loaded(fused: Alternative, dims: Mapping[str, int]) -> errors.BindingError:
+    given = ", ".join(f"{name}={size}" for name, size in dims.items())
+    why = next((r.reason for r in fused.refusals if r.dims == dims), None)
+    if why is None:
+        rows = ", ".join(str(size) for size in fused.fusion.rows)
+        why = f"rows of products ({rows}) are 1 to {ROWS} in fused steps"
+    return errors.BindingError(
+        f'fuse="decode-only" has loaded nothing for runs of these sizes ({given}): {why}. Give '
+        'fewer tokens at a time, or use fuse="auto".',
+        "fuse",
+    )
 
 
 class Execution:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from onnx_inplace.runner.attend import (
     Calls,
     Heads,
     Kernels,
+    Known,
     Problem,
     Shape,
     kind_of,
@@ -42,7 +44,8 @@ def attention(step: steps.Kernel, settings: Settings) -> Action:
     root = known.root or known.name if known is not None else "K"
     reuse = reusable(step, output)
     calls: Calls[Call] = Calls()
-    kernels = Kernels(settings, _shape(step, query_slot, key_slot))
+    query_value, key_value = step.values.get(query_slot), step.values.get(key_slot)
+    kernels = Kernels(settings, shape(attributes, query_value, key_value))
 
     def act(slots: Slots) -> None:
         query, key, value = slots[query_slot], slots[key_slot], slots[value_slot]
@@ -65,14 +68,13 @@ def attention(step: steps.Kernel, settings: Settings) -> Action:
     return act
 
 
-def _shape(step: steps.Kernel, query_slot: int, key_slot: int) -> Shape:
+def shape(attributes: Mapping[str, Any], query: Known | None, key: Known | None) -> Shape:
     """What the types of the model say of heads and sizes."""
-    query, key = step.values.get(query_slot), step.values.get(key_slot)
     rank = len(key.shape) if key is not None and key.shape is not None else 0
     if rank == 4:
         heads, kv_heads, size = known_dim(query, 1), known_dim(key, 1), known_dim(key, 3)
     else:
-        heads, kv_heads = step.attributes.get("q_num_heads"), step.attributes.get("kv_num_heads")
+        heads, kv_heads = attributes.get("q_num_heads"), attributes.get("kv_num_heads")
         width = known_dim(key, 2)
         size = width // kv_heads if rank == 3 and width is not None and kv_heads else None
     group = heads // kv_heads if heads and kv_heads else None

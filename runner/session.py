@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 import numpy as np
 import onnx_ir as ir
@@ -22,11 +22,13 @@ import onnx_ir as ir
 from onnx_inplace.compiler import errors, loader, planner, positions
 from onnx_inplace.numba_kernels import cpu
 from onnx_inplace.runner import binding, checks, execute, inputs, outputs, page_checks, storage
-from onnx_inplace.runner.actions import Settings
+from onnx_inplace.runner.actions import Fuse, Settings
+from onnx_inplace.runner.fused.choice import Refusal
 from onnx_inplace.runner.page_port import PagedPort
 from onnx_inplace.runner.storage import Array, Interval
 
 Source = loader.Source
+Fusing = Literal["auto", "off", "decode-only"]
 
 
 class Session:
@@ -46,7 +48,7 @@ class Session:
         threads: of onnxruntime and of parallel kernels.
     """
 
-    def __init__(self, source: Source, *, threads: int = 1, fuse: Literal["auto", "off"] = "off"):
+    def __init__(self, source: Source, *, threads: int = 1, fuse: Fusing = "auto"):
         """Load a model.
 
         Args:
@@ -55,15 +57,19 @@ class Session:
             threads: how many threads a run may use.
             fuse: "auto" runs the stretches of the model that have templates in one call of
                 compiled kernels each, where a run has few rows, as when a decoder makes one token;
-                "off" never does.
+                "off" never does; "decode-only" loads nothing else, and refuses runs of other
+                shapes.
 
         Raises:
             errors.ContractError: the file does not keep its contract.
+            errors.UnsupportedOperator: an operator, or a type of it, has no kernel.
+            errors.BindingError: ``fuse="decode-only"``, and nothing of the model can be fused.
         """
         if operator.index(threads) < 1:
             raise errors.BindingError(f"threads is {threads}: at least 1 is needed.", "threads")
-        if fuse not in ("auto", "off"):
-            raise errors.BindingError(f'fuse is {fuse!r}: "auto" or "off".', "fuse")
+        if fuse not in get_args(Fusing):
+            words = ", ".join(f'"{word}"' for word in get_args(Fusing))
+            raise errors.BindingError(f"fuse is {fuse!r}, not one of {words}.", "fuse")
         loaded = loader.load(source)
         self.threads = threads
         self.plan = planner.plan(loaded)
@@ -87,7 +93,7 @@ class Session:
         self.outputs_type = outputs.outputs_type([name for name, _, _ in self.results])
         self._slot_of = {port.name: slot for slot, port in ports}
         path = Path(source) if isinstance(source, str | os.PathLike) else None
-        settings = Settings(threads=threads, fuse=fuse == "auto", kernels=_kernels())
+        settings = Settings(threads=threads, fuse=Fuse(fuse), kernels=_kernels())
         self._engine = execute.Engine(self.plan, settings, path)
         self.prechecks = checks.Prechecks(self.checks, self._slot_of)
         self.page_checks = page_checks.Checker(self.checks.pages, self._slot_of)
@@ -95,6 +101,15 @@ class Session:
         weights = _weights_in_memory(graph)
         if weights:
             weakref.finalize(self, storage.leases.give_back, storage.leases.lend(weights))
+
+    @property
+    def refusals(self) -> tuple[Refusal, ...]:
+        """Why runs with few rows did not take fused steps: each reason once, as it was met.
+
+        Empty where all of them did. Each is logged, too, as a warning of the logger
+        "onnx_inplace". What the plan knows beforehand stands in ``plan.fused.refusals``.
+        """
+        return self._engine.fused.refusals
 
     def allocate(self, name: str, /, **dims: int | None) -> Any:
         """Storage for a mutable input: a zeroed array aligned to 64 bytes, or a ``PagedCache``.

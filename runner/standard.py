@@ -8,11 +8,13 @@ way through ``session.run``.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as ort
 
 from onnx_inplace.compiler import errors
@@ -37,27 +39,48 @@ class _Port:
 
 
 class SubSessionRunner:
-    """A loaded sub-session. Immutable; shared by bindings and threads."""
+    """A sub-session, loaded when it is first needed. Shared by bindings and threads.
+
+    Attributes:
+        step: what it is in the plan.
+    """
 
     def __init__(self, step: SubSession, plan: ExecutionPlan, loader: library.Library):
-        """Load the model.
+        """Look at its border; nothing is loaded.
 
         Raises:
-            errors.UnsupportedOperator: onnxruntime cannot run a node, or numpy not hold a value.
+            errors.UnsupportedOperator: numpy cannot hold a value.
         """
         ports = [plan.values[p.slot] for p in (*step.inputs, *step.outputs)]
         for value in ports:
             _refuse_parts_of_a_byte(value)
         self._plain = all(value.dtype not in (None, ir.DataType.STRING) for value in ports)
-        self._step = step
-        self._owner = loader.load(step)
-        self._session = self._owner._sess  # the layer below costs a third of a call less
+        self.step, self._loader = step, loader
+        self._owner: onnxruntime.InferenceSession | None = None
+        self._lock = threading.Lock()
         self._inputs = (
             [_port(p.name, plan.values[p.slot]) for p in step.inputs] if self._plain else []
         )
         self._outputs = (
             [_port(p.name, plan.values[p.slot]) for p in step.outputs] if self._plain else []
         )
+
+    def load(self) -> None:
+        """Load the model, if that has not been done.
+
+        Raises:
+            errors.UnsupportedOperator: onnxruntime cannot run a node.
+        """
+        with self._lock:
+            if self._owner is None:
+                self._owner = self._loader.load(self.step)
+
+    @property
+    def _session(self) -> Any:
+        """The layer below the library's session: it costs a third of a call less."""
+        self.load()
+        assert self._owner is not None
+        return self._owner._sess
 
     def action(self, frame: Frame, block: Block) -> Action:
         """The call of one frame: noting shapes, or prepared when they are known."""
@@ -69,9 +92,9 @@ class SubSessionRunner:
 
     def _unbound(self) -> Action:
         run = self._session.run
-        inputs = [(p.name, p.slot) for p in self._step.inputs]
-        outputs = [p.slot for p in self._step.outputs]
-        names = [p.name for p in self._step.outputs]
+        inputs = [(p.name, p.slot) for p in self.step.inputs]
+        outputs = [p.slot for p in self.step.outputs]
+        names = [p.name for p in self.step.outputs]
 
         def act(slots: Slots) -> None:
             feeds = {name: slots[slot] for name, slot in inputs}

@@ -257,7 +257,7 @@ def test_where_nothing_can_be_written_a_session_has_its_own(model):
 def test_a_model_in_memory_has_no_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     session = Session(decoder(SHAPE), fuse="auto")
-    assert not session._engine._weights.mapped
+    assert not session._engine.fused.weights.mapped
     assert not list(tmp_path.iterdir())
 
 

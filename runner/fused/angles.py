@@ -11,6 +11,10 @@ from onnx_inplace.runner.actions import Array
 from onnx_inplace.runner.fused.table import Bound, Builder, NotFused
 
 
+KERNELS = (places.count, moves.rows)
+"""What instructions for angles name."""
+
+
 def of_places(b: Builder, table: int | None, index: int, tokens: tuple[int, int]) -> Array:
     """(batch, tokens, half) float32: rows of a table (positions, half).
 

@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 from onnx_inplace.compiler import errors
 from onnx_inplace.compiler.fused import Operation
 from onnx_inplace.numba_kernels import cpu, layout, specialise
 from onnx_inplace.numba_kernels.fused import attending, moves
-from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.numba_kernels.memory import OnDemand, address
 from onnx_inplace.runner import attend, operators_attention
 from onnx_inplace.runner.actions import Array, Settings
 from onnx_inplace.runner.fused.buffers import aligned
 from onnx_inplace.runner.fused.table import Bound, Builder, NotFused
+from onnx_inplace.runner.fused.template import Loading, template
 
 
+def _kernels(loading: Loading, o: Operation) -> Iterator[OnDemand]:
+    """Those for one token and for several; for caches of these types and sizes, where known."""
+    query, key = (loading.value(k) for k in o.inputs[:2])
+    shape = operators_attention.shape(o.attributes, query, key)
+    fast = _ready(shape, loading.portable)
+    yield from (moves.begin, moves.attend)
+    if fast.decode is not None:
+        yield specialise.specialise(attending, *dataclasses.astuple(shape)).attend
+
+
+def _ready(shape: attend.Shape, portable: bool) -> attend.Kernels:
+    return attend.Kernels(Settings(1, cpu.Path.PORTABLE) if portable else Settings(1), shape)
+
+
+@template(_kernels)
 def attention(b: Builder, o: Operation) -> None:
     """Attention with ``nonpad_kv_seqlen``, over the valid part of caches."""
     inputs = (*o.inputs, *[None] * (7 - len(o.inputs)))
@@ -32,8 +49,7 @@ def attention(b: Builder, o: Operation) -> None:
         raise NotFused(f"Attention of {query.shape} to {target.shape}")
     group = problem.heads // problem.kv_heads
     shape = attend.Shape(problem.kinds[1], problem.head_size, group)
-    settings = Settings(1, cpu.Path.PORTABLE) if b.portable else Settings(1)
-    kernels = attend.Kernels(settings, shape)
+    kernels = _ready(shape, b.portable)
     name = b.value(inputs[1] or 0)
     root, capacity = name.root or name.name, problem.capacity
 

@@ -11,8 +11,10 @@ from onnx_inplace.numba_kernels.fused import moves
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner.actions import Array
 from onnx_inplace.runner.fused.table import Bound, Builder, NotFused
+from onnx_inplace.runner.fused.template import template
 
 
+@template(moves.tokens)
 def update(b: Builder, o: Operation) -> None:
     """CacheUpdate and TensorScatter with one position."""
     cache, values = b.array(o.inputs[0]), b.array(o.inputs[1])

@@ -10,6 +10,7 @@ from onnx_inplace.numba_kernels.fused.elementwise import One, Two
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner.actions import Array
 from onnx_inplace.runner.fused.table import Builder
+from onnx_inplace.runner.fused.template import template
 
 BINARY = {"Add": Two.ADD, "Sub": Two.SUBTRACT, "Mul": Two.MULTIPLY, "Div": Two.DIVIDE}
 STANDARD = {
@@ -42,6 +43,7 @@ GATES = {
 SHARED = 16384  # numbers from which a second thread pays
 
 
+@template(kernels.binary)
 def binary(b: Builder, o: Operation) -> None:
     """Add, Sub, Mul, Div of arrays that numpy's rules broadcast."""
     first, second = (b.array(k) for k in o.inputs)
@@ -50,6 +52,7 @@ def binary(b: Builder, o: Operation) -> None:
     written()
 
 
+@template(kernels.binary)
 def gated(b: Builder, o: Operation) -> None:
     """``activation(gate) * up``."""
     gate, up = (b.array(k) for k in o.inputs)
@@ -107,6 +110,7 @@ def _after(lead: list[tuple[int, int]]) -> list[int]:
     return found[::-1]
 
 
+@template(kernels.unary)
 def unary(b: Builder, o: Operation) -> None:
     """One number to one number."""
     source = b.array(o.inputs[0])
@@ -121,6 +125,7 @@ def _unary(b: Builder, operation: One, source: Array, target: Array) -> None:
     b.emit(kernels.unary, block, [source], [target], first=target.size < SHARED)
 
 
+@template(kernels.binary, kernels.unary)
 def swish(b: Builder, o: Operation) -> None:
     """``x * sigmoid(alpha * x)``: Swish, and QuickGelu, whose factor is another one by default."""
     factor = o.attributes.get("alpha", 1.702 if o.op_type == "QuickGelu" else 1.0)
@@ -133,6 +138,7 @@ def swish(b: Builder, o: Operation) -> None:
     written()
 
 
+@template(kernels.binary, kernels.unary)
 def biased_gelu(b: Builder, o: Operation) -> None:
     """BiasGelu, and FastGelu with a bias."""
     source, bias = (b.array(k) for k in o.inputs)
@@ -142,6 +148,7 @@ def biased_gelu(b: Builder, o: Operation) -> None:
     written()
 
 
+@template(kernels.binary, kernels.unary)
 def power(b: Builder, o: Operation) -> None:
     """Pow with one of the exponents of ``fusable_rules.POWERS``."""
     source, exponent = b.contiguous(b.array(o.inputs[0])), b.array(o.inputs[1])

@@ -15,9 +15,11 @@ from onnx_inplace.runner.fused.attending import SHORTEST, SPLITS
 from onnx_inplace.runner.fused.buffers import aligned
 from onnx_inplace.runner.fused.page_access import Limits, Reading, Writing
 from onnx_inplace.runner.fused.table import Builder, NotFused
+from onnx_inplace.runner.fused.template import template
 from onnx_inplace.runner.operators_paged_attention import Options
 
 
+@template(kernels.write)
 def update(b: Builder, o: Operation) -> None:
     """PagedCacheUpdate."""
     cache_at, ids_at, values_at, position_at = o.inputs
@@ -52,6 +54,7 @@ def update(b: Builder, o: Operation) -> None:
     b.pages.accesses.append(writing)
 
 
+@template(kernels.begin, kernels.attend)
 def attention(b: Builder, o: Operation) -> None:
     """PagedAttention of (batch, heads, tokens, head_size)."""
     query_at, cache_at, ids_at, lengths_at = o.inputs

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
 from onnx_inplace.compiler import fused
-from onnx_inplace.compiler import matrices as weights
-from onnx_inplace.compiler.fused import Operation
+from onnx_inplace.compiler import matrices as compiled
+from onnx_inplace.compiler.fused import Fused, Operation
 from onnx_inplace.numba_kernels import specialise
 from onnx_inplace.numba_kernels.fused import product as kernels
 from onnx_inplace.numba_kernels.fused import product_codes, product_floats, quantize
@@ -20,16 +21,32 @@ from onnx_inplace.runner.actions import Array
 from onnx_inplace.runner.fused.elementwise import ACTIVATIONS, GATES
 from onnx_inplace.runner.fused.matrices import Packed
 from onnx_inplace.runner.fused.table import Builder, NotFused
+from onnx_inplace.runner.fused.template import Loading, template
+from onnx_inplace.runner.fused.weights import Weights
 
 _EIGHT_BITS = 4  # the accuracy_level that lets activations be rounded to 8 bits
 
 
-def product(b: Builder, o: Operation) -> None:
-    """``Product`` of ``compiler.patterns``."""
+def _kernels(loading: Loading, o: Operation) -> Iterator[OnDemand]:
+    """Those of the packed weights, for each number of rows."""
+    packed = _pack(loading.region, o, loading.weights)
+    if packed.layout.bits:
+        yield quantize.quantize
+    for rows in loading.rows(o.inputs[0]):
+        yield _kernel(packed, _planes(o), rows, loading.portable)
+
+
+def _pack(region: Fused, o: Operation, weights: Weights) -> Packed:
     try:
-        packed = b.weights.packed(weights.of(b.region, o))
+        return weights.packed(compiled.of(region, o))
     except ValueError as error:
         raise NotFused(str(error)) from None
+
+
+@template(_kernels)
+def product(b: Builder, o: Operation) -> None:
+    """``Product`` of ``compiler.patterns``."""
+    packed = _pack(b.region, o, b.weights)
     source, residual = o.inputs
     assert source is not None
     shape = b.shape(source)
@@ -77,7 +94,7 @@ def planes_of(b: Builder, index: int | None) -> int | None:
     for o in b.region.operations:
         if index in o.inputs:
             codes = o.domain == fused.DOMAIN and o.op_type == "Product" and o.inputs[1] != index
-            codes = codes and o.attributes["matrices"][0].op_type not in weights.FLOATS
+            codes = codes and o.attributes["matrices"][0].op_type not in compiled.FLOATS
             found.add(_planes(o) if codes else None)
     return found.pop() if len(found) == 1 else None
 

@@ -15,6 +15,7 @@ from onnx_inplace.numba_kernels.fused.reductions import Of
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner.actions import Array
 from onnx_inplace.runner.fused.table import Builder
+from onnx_inplace.runner.fused.template import template
 
 REDUCTIONS = {
     "ReduceSum": Of.SUM,
@@ -24,6 +25,7 @@ REDUCTIONS = {
 }
 
 
+@template(kernels.reduce)
 def reduce(b: Builder, o: Operation) -> None:
     """ReduceSum, ReduceMean, ReduceMax, ReduceMin over any axes."""
     source = b.array(o.inputs[0])
@@ -56,6 +58,7 @@ def _rows(b: Builder, source: Array, axes: tuple[int, ...]) -> tuple[Array, int]
     return b.contiguous(np.moveaxis(source, axes, behind)), columns
 
 
+@template(kernels.largest)
 def argmax(b: Builder, o: Operation) -> None:
     """ArgMax along an axis: the first place of the largest number."""
     source = b.array(o.inputs[0])
@@ -66,6 +69,7 @@ def argmax(b: Builder, o: Operation) -> None:
     b.emit(kernels.largest, block, [rows], [target])
 
 
+@template(kernels.softmax)
 def softmax(b: Builder, o: Operation) -> None:
     """Softmax along an axis."""
     source = b.array(o.inputs[0])

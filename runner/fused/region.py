@@ -26,7 +26,6 @@ from onnx_inplace.runner.fused.table import Bound, Builder, Instruction, NotFuse
 from onnx_inplace.runner.fused.weights import Weights
 
 _LONGEST_PAUSE = 128  # runs on one thread, before several are tried again: half a second
-_VIEWS = {"Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}
 
 
 def build(
@@ -52,6 +51,7 @@ def build(
         templates.write(b, operation)
         b.end_operation(last.get(k, ()))
     products.link(b)
+    b.settle()
     return Region(region, b, entering, roots)
 
 
@@ -210,7 +210,7 @@ class _Write:
 
 
 def _writes(b: Builder, o: Operation) -> _Write | None:
-    if not o.roots or o.op_type in _VIEWS:
+    if not o.writes:
         return None
     if (o.domain, o.op_type) in journal.TOKENS and len(o.inputs) > 2 and o.inputs[1] is not None:
         axis = o.attributes.get("axis", -2)

@@ -6,6 +6,7 @@ import numpy as np
 
 from onnx_inplace.compiler.fused import Operation
 from onnx_inplace.numba_kernels import floats, layout
+from onnx_inplace.numba_kernels.fused import elementwise as adding
 from onnx_inplace.numba_kernels.fused import norms, quantize
 from onnx_inplace.numba_kernels.fused import rotary as turning
 from onnx_inplace.numba_kernels.fused.elementwise import Two
@@ -13,8 +14,10 @@ from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner.actions import Array
 from onnx_inplace.runner.fused import angles, elementwise, products
 from onnx_inplace.runner.fused.table import Builder, NotFused
+from onnx_inplace.runner.fused.template import template
 
 
+@template(norms.norm)
 def norm(b: Builder, o: Operation) -> None:
     """RMS or layer normalization over the last axis."""
     bias = o.inputs[2] if len(o.inputs) > 2 else None
@@ -22,6 +25,7 @@ def norm(b: Builder, o: Operation) -> None:
     _normalize(b, o, source, None, bias, centered=o.op_type == "LayerNormalization")
 
 
+@template(norms.norm, adding.binary)
 def skip_norm(b: Builder, o: Operation) -> None:
     """SkipLayerNormalization and its RMS form: of a sum, which is a result as well."""
     centered = o.op_type == "SkipLayerNormalization"
@@ -95,6 +99,7 @@ def _normalize(
         summed()
 
 
+@template(turning.rotary, *angles.KERNELS)
 def rotary(b: Builder, o: Operation) -> None:
     """RotaryEmbedding of (batch, heads, tokens, size), or of (batch, tokens, heads * size).
 

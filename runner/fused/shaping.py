@@ -10,8 +10,10 @@ from onnx_inplace.numba_kernels.fused import moves
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner.actions import Array
 from onnx_inplace.runner.fused.table import Bound, Builder, NotFused
+from onnx_inplace.runner.fused.template import template
 
 
+@template()
 def reshape(b: Builder, o: Operation) -> None:
     """Identity, Reshape, Squeeze, Unsqueeze, Flatten: the plan knows the shape."""
     source, output = b.array(o.inputs[0]), o.outputs[0]
@@ -32,6 +34,7 @@ def _viewable(array: Array, shape: tuple[int, ...]) -> bool:
     return np.shares_memory(array.reshape(shape), array) if array.size else False
 
 
+@template()
 def transpose(b: Builder, o: Operation) -> None:
     """Transpose: other strides."""
     source = b.array(o.inputs[0])
@@ -39,6 +42,7 @@ def transpose(b: Builder, o: Operation) -> None:
     b.view(o.outputs[0], source.transpose(None if order is None else list(order)))
 
 
+@template()
 def split(b: Builder, o: Operation) -> None:
     """Split: parts of an axis."""
     source, begin = b.array(o.inputs[0]), 0
@@ -51,6 +55,7 @@ def split(b: Builder, o: Operation) -> None:
         begin += size
 
 
+@template()
 def slice_(b: Builder, o: Operation) -> None:
     """Slice: other strides and another begin."""
     source = b.array(o.inputs[0])
@@ -75,6 +80,7 @@ def _part(array: Array, axis: int, part: slice) -> Array:
     return view
 
 
+@template()
 def concat(b: Builder, o: Operation) -> None:
     """Concat: copies into one place."""
     target, begin = b.result(o.outputs[0]), 0
@@ -86,6 +92,7 @@ def concat(b: Builder, o: Operation) -> None:
         begin += size
 
 
+@template()
 def cast(b: Builder, o: Operation) -> None:
     """Cast between floats."""
     source, output = b.array(o.inputs[0]), o.outputs[0]
@@ -96,6 +103,7 @@ def cast(b: Builder, o: Operation) -> None:
         b.move(source, b.result(output))
 
 
+@template(moves.rows)
 def gather(b: Builder, o: Operation) -> None:
     """Gather: one place of an axis is a view; rows of a weight are copied."""
     data, indices = b.array(o.inputs[0]), o.inputs[1]

@@ -114,6 +114,8 @@ class Builder:
         self.region, self.dims, self.weights = region, dims, weights
         self.threads, self.portable = threads, portable
         self._roots = roots
+        written = [roots[name] for name in sorted(region.written)]
+        self._written = [_range(root) for root in written if isinstance(root, np.ndarray)]
         self.instructions: list[Instruction] = []
         self.bounds: list[Bound] = []
         self.scratch: list[Array] = []
@@ -219,10 +221,17 @@ class Builder:
         return array
 
     def view(self, index: int | None, array: Array) -> None:
-        """A value that is other bytes in another shape."""
+        """A value that is other bytes in another shape.
+
+        Of storage that the fused step writes it is a copy, unless it is declared as that storage:
+        it keeps what it was, whatever is written behind it.
+        """
         assert index is not None
         if array.shape != self.shape(index):
             raise NotFused(f"`{self.value(index).name}` is {array.shape}, not {self.shape(index)}")
+        if self.value(index).root is None and _meet([_range(array)], self._written):
+            self.move(array, self.result(index))
+            return
         self._buffers.keep(array)
         self._arrays[index] = array
 
@@ -347,6 +356,14 @@ class Builder:
             return result, lambda: None
         numbers = self.temporary(result.shape)
         return numbers, lambda: self.move(numbers, result)
+
+    def settle(self) -> None:
+        """Results that others leave as parts of are made in one place, and copied by every run."""
+        for link in self.region.outputs:
+            array = self.array(link.value)
+            for index, made in list(self.fresh.items()):
+                if index != link.value and _meet([_range(array)], [_range(made)]):
+                    del self.fresh[index]
 
     @property
     def nbytes(self) -> int:

@@ -9,11 +9,12 @@ bytes (``builder.view``), and emits instructions. What it cannot do with these s
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from onnx_inplace.compiler import contract, fusable, fused
 from onnx_inplace.compiler.fusable_context import Rule
 from onnx_inplace.compiler.fused import Operation
+from onnx_inplace.numba_kernels.memory import OnDemand
 from onnx_inplace.runner.fused import (
     attending,
     caches,
@@ -25,13 +26,12 @@ from onnx_inplace.runner.fused import (
     shaping,
 )
 from onnx_inplace.runner.fused.table import Builder, NotFused
+from onnx_inplace.runner.fused.template import Loading, Template, Write
 
 _MICROSOFT = "com.microsoft"
 
-Template = Callable[[Builder, Operation], None]
-
 _lock = threading.Lock()
-_templates: dict[tuple[str, str], Template] = {
+_templates: dict[tuple[str, str], Write] = {
     **{("", name): shaping.reshape for name in ("Identity", "Reshape", "Flatten")},
     **{("", name): shaping.reshape for name in ("Squeeze", "Unsqueeze")},
     ("", "Transpose"): shaping.transpose,
@@ -68,14 +68,16 @@ _templates: dict[tuple[str, str], Template] = {
 }
 
 
-def register(domain: str, op_type: str, rule: Rule, template: Template) -> None:
+def register(domain: str, op_type: str, rule: Rule, template: Write) -> None:
     """Teach fused steps an operator: which nodes of it they can execute, and how.
 
     Args:
         domain: of the operator.
         op_type: its name.
         rule: why a node cannot be executed, or None. It is asked when a plan is made.
-        template: writes the instructions of a node that the rule accepts.
+        template: writes the instructions of a node that the rule accepts. A plain function does:
+            then its kernels are compiled when the first run that needs them begins, not when the
+            session loads, as those of a ``Template`` are.
 
     Raises:
         ValueError: the operator has another rule or template already.
@@ -98,7 +100,22 @@ def write(builder: Builder, operation: Operation) -> None:
     Raises:
         NotFused: there is no template, or not for these shapes.
     """
+    _find(operation)(builder, operation)
+
+
+def kernels(loading: Loading, operation: Operation) -> Iterator[OnDemand]:
+    """Kernels that the instructions of one operation may name.
+
+    Raises:
+        NotFused: there is no template, or not for these weights.
+    """
+    template = _find(operation)
+    if isinstance(template, Template):
+        yield from template.kernels(loading, operation)
+
+
+def _find(operation: Operation) -> Write:
     template = _templates.get((operation.domain, operation.op_type))
     if template is None:
         raise NotFused(f"{operation.domain}::{operation.op_type} has no template")
-    template(builder, operation)
+    return template

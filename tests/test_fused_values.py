@@ -1,0 +1,76 @@
+"""Values of fused steps that are parts of other bytes: what was read stays what it was."""
+
+import numpy as np
+import pytest
+
+from onnx_inplace import Session
+from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, kv, model, op, weight
+
+pytestmark = pytest.mark.kernel
+
+MATRIX = np.array([[1, 2, 0], [0, 1, -1], [3, 0, 1]], np.float32)
+PARTS = {
+    "slice": (lambda x: x[:, 1:2], lambda x: x[:, 1:2]),
+    "backwards": (lambda x: op.Transpose(x, perm=[0, 2, 1]), lambda x: x.transpose(0, 2, 1)),
+    "split": (lambda x: op.Split(x, [1, 3], axis=1)[0], lambda x: x[:, :1]),
+    "place": (lambda x: op.Gather(x, 1, axis=1), lambda x: x[:, 1]),
+    "same type": (lambda x: op.Cast(x, to=FLOAT.dtype), lambda x: x),
+}
+
+
+def reader(part):
+    """Reads a part of a cache, then writes all of it; the part is used and returned afterwards."""
+
+    @model
+    def read(
+        cache: Mutable[FLOAT[1, 4, 3]], x: FLOAT[1, 4, 3], position: INT64[()]
+    ) -> tuple[FLOAT[...], FLOAT[...], Alias["cache"]]:
+        before = part(cache)
+        product = op.MatMul(x, weight(MATRIX, "matrix"))
+        updated = kv.CacheUpdate(cache, product, position)
+        return op.Neg(before), before, updated
+
+    return read
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_what_was_read_before_a_write_is_as_it_was(name) -> None:
+    recorded, meant = PARTS[name]
+    session = Session(reader(recorded))
+    cache = session.allocate("cache")
+    random = np.random.default_rng(0)
+    with session.bind(cache=cache) as step:
+        for _ in range(3):
+            cache[:] = random.integers(-9, 9, cache.shape)
+            x = random.integers(-9, 9, cache.shape).astype(np.float32)
+            before = meant(cache).copy()
+            negative, kept, updated = step.run(x=x, position=0)
+            assert step._frame.frame.fused and updated is cache
+            np.testing.assert_array_equal(negative, -before)
+            np.testing.assert_array_equal(kept, before)
+            np.testing.assert_array_equal(cache, x @ MATRIX)
+            assert not np.shares_memory(kept, cache)
+
+
+@model
+def parts_of_a_result(
+    x: FLOAT[1, "n", 3],
+) -> tuple[FLOAT[1, "n", 3], FLOAT[1, "n", 3], FLOAT["n", 3]]:
+    whole = op.Neg(op.MatMul(x, weight(MATRIX, "matrix")))
+    return whole, op.Identity(whole), op.Squeeze(whole, [0])
+
+
+def test_a_result_and_its_views_are_returned_by_every_run() -> None:
+    session = Session(parts_of_a_result)
+    kept = []
+    with session.bind() as step:
+        for k in range(4):
+            x = np.full((1, 2, 3), k, np.float32)
+            results = list(step.run(x=x))
+            assert step._frame.frame.fused
+            for result in results:
+                np.testing.assert_array_equal(result, np.reshape(-(x @ MATRIX), result.shape))
+            for a in results:
+                others = [b for b in (*results, *kept) if b is not a]
+                assert not any(np.shares_memory(a, b) for b in others)
+            kept += results
