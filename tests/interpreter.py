@@ -293,13 +293,20 @@ def _reduce_sum(x, axes=None, keepdims=1):
     return np.sum(x, axes, keepdims=bool(keepdims), dtype=x.dtype)
 
 
+def _slice(x, starts, ends, axes):
+    parts = [slice(None)] * x.ndim
+    for start, end, axis in zip(starts, ends, axes, strict=True):
+        parts[axis] = slice(int(start), int(end))
+    return x[tuple(parts)]
+
+
 OPERATORS: dict[tuple[str, str], Callable[..., Array]] = {
     (DOMAIN, "Copy"): lambda x: x,
     ("", "Constant"): _constant,
     ("", "Add"): np.add,
     ("", "Sub"): np.subtract,
     ("", "Mul"): np.multiply,
-    ("", "Mod"): np.mod,
+    ("", "Mod"): lambda x, y, fmod=0: np.fmod(x, y) if fmod else np.mod(x, y),
     ("", "Greater"): np.greater,
     ("", "Less"): np.less,
     ("", "Not"): np.logical_not,
@@ -307,4 +314,10 @@ OPERATORS: dict[tuple[str, str], Callable[..., Array]] = {
     ("", "ReduceSum"): _reduce_sum,
     ("", "Concat"): lambda *x, axis: np.concatenate(x, axis),
     ("", "Transpose"): lambda x, perm: np.transpose(x, perm),
+    ("", "MatMul"): np.matmul,
+    ("", "Relu"): lambda x: np.maximum(x, 0),
+    ("", "Neg"): np.negative,
+    ("", "Abs"): np.abs,
+    ("", "Cast"): lambda x, to: x.astype(onnx.helper.tensor_dtype_to_np_dtype(to)),
+    ("", "Slice"): _slice,
 }

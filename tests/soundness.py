@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 
 import interpreter
 import numpy as np
@@ -36,13 +37,20 @@ class Unsound(AssertionError):
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """A verdict, and the codes of a refusal."""
+    """A verdict, the codes of a refusal, and whether a run took fused steps."""
 
     verdict: Verdict
     codes: frozenset[str] = frozenset()
+    fused: bool = False
 
 
-def judge(example: strategies.Example, *, order: bool = True, run: bool = True) -> Judgement:
+def judge(
+    example: strategies.Example,
+    *,
+    order: bool = True,
+    run: bool = True,
+    fuse: Sequence[str] = ("auto",),
+) -> Judgement:
     """Decide about a program.
 
     Args:
@@ -50,6 +58,7 @@ def judge(example: strategies.Example, *, order: bool = True, run: bool = True) 
         order: judge the analysis: what it accepts must give its functional meaning in program
             order on one storage.
         run: load and run what is accepted: judges analysis, plan and runner together.
+        fuse: how sessions run it, one after the other.
 
     Raises:
         Unsound: what the product promises does not hold.
@@ -66,7 +75,8 @@ def judge(example: strategies.Example, *, order: bool = True, run: bool = True) 
             loaded = loader.load(compiled)
         except errors.ContractError as error:
             return _never_fits(example, plain, error)
-        _accepted(example, compiled, loaded)
+        fused = [_accepted(example, compiled, loaded, word) for word in fuse]
+        return Judgement(Verdict.HOLDS, fused=any(fused))
     return Judgement(Verdict.HOLDS)
 
 
@@ -129,17 +139,19 @@ def _same(a: np.ndarray, b: np.ndarray | None) -> bool:
 
 
 def _accepted(
-    example: strategies.Example, compiled: program.Program, loaded: loader.Loaded
-) -> None:
+    example: strategies.Example, compiled: program.Program, loaded: loader.Loaded, fuse: str
+) -> bool:
+    """Run it; whether in fused steps."""
     model = interpreter.Model.parse(compiled.serialized)
     reference = _stock(compiled.serialized) if example.stock else None
     try:
-        session = Session(loaded)
+        session = Session(loaded, fuse=fuse)
     except errors.InplaceError as error:
         raise Unsound(f"compiled, but no session: {error}") from error
     fences = {name: _fenced(array) for name, array in example.storage.items()}
     storage = {name: array for name, (array, _) in fences.items()}
     kept: list[tuple[np.ndarray, np.ndarray]] = []
+    fused = False
     with session.bind(**storage) as step:
         for feed in example.feeds:
             before = {name: array.copy() for name, array in storage.items()}
@@ -148,11 +160,12 @@ def _accepted(
                 expected = interpreter.functional(model, {**given, **before})
             except interpreter.OutOfRange:
                 _refuses(step, feed, storage, before)
-                return
+                return fused
             if reference is not None:
                 _agrees(reference.run(None, {**given, **before}), expected, "stock onnxruntime")
             try:
                 outputs = step.run(**feed)
+                fused = fused or step._frame.frame.fused
             except errors.InplaceError as error:
                 raise Unsound(f"accepted, but not run: {error!r}") from error
             _check(example.declaration, feed, given, storage, before, list(outputs), expected)
@@ -163,6 +176,7 @@ def _accepted(
             kept = [(array, array.copy()) for declared, array in pairs if declared is None]
             for name, (_, fence) in fences.items():
                 demand(bool((fence == FENCE).all()), f"memory beside {name} was written")
+    return fused
 
 
 def _fenced(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -7,7 +7,7 @@ kind, and values that are derived from reads. The writer keeps no versions. It r
 then (``slips``). Whether the program is right is for others to say.
 
 Everything is drawn through ``Choices``, so that hypothesis can shrink a program and a plain seed
-can repeat one. Tensors are INT64: every oracle then agrees to the last bit.
+can repeat one. Tensors are INT64, or integers as float32: every oracle then agrees to the last bit.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import scripting
 from authoring.author import Author
 from authoring.block import CACHE, CAPACITY, ROWS, TOKEN
 from authoring.choices import Choices, Drawn, Seeded
+from authoring.floats import FloatAuthor
 from hypothesis import strategies as st
 
 from onnx_inplace.compiler import program
@@ -57,15 +58,19 @@ class Example:
 
 def example(choices: Choices) -> Example:
     """A program with storage and inputs for three runs."""
-    declaration = Author(choices).program()
+    return _example(Author(choices), choices)
+
+
+def _example(author: Author, choices: Choices) -> Example:
+    declaration, dtype = author.program(), author.element.numpy()
     generator = np.random.default_rng(choices.below(1000))
-    caches = {v.name: generator.integers(0, 9, CACHE) for v in declaration.mutable}
+    caches = {v.name: generator.integers(0, 9, CACHE).astype(dtype) for v in declaration.mutable}
     feeds = []
     for k in range(3):
         feeds.append(
             {
-                "frozen": generator.integers(0, 9, CACHE),
-                "new": generator.integers(-9, 9, TOKEN),
+                "frozen": generator.integers(0, 9, CACHE).astype(dtype),
+                "new": generator.integers(-9, 9, TOKEN).astype(dtype),
                 "position": generator.integers(0, CAPACITY if k else 2, ()),
                 "steps": generator.integers(0, 4, ()),
                 "rows": generator.integers(0, 2, ROWS),
@@ -80,6 +85,19 @@ def example(choices: Choices) -> Example:
 def seeded(seed: int) -> Example:
     """The program of a seed."""
     return example(Seeded(seed))
+
+
+def seeded_floats(seed: int) -> Example:
+    """The program on float32 of a seed."""
+    choices = Seeded(seed)
+    return _example(FloatAuthor(choices), choices)
+
+
+@st.composite
+def float_programs(draw: Callable) -> Example:
+    """Programs on float32 with products for hypothesis."""
+    choices = Drawn(draw)
+    return _example(FloatAuthor(choices), choices)
 
 
 @st.composite

@@ -15,7 +15,7 @@ from soundness import Verdict
 
 from onnx_inplace import Session, errors
 
-PROGRAMS, SCRIPTS = 2000, 400
+PROGRAMS, FLOAT_PROGRAMS, SCRIPTS = 2000, 600, 400
 
 
 def examples(count: int) -> Callable:
@@ -51,6 +51,25 @@ def test_in_place_is_the_functional_meaning() -> None:
     assert verdicts[Verdict.HOLDS] >= 0.3 * verdicts.total()
     assert refused >= 0.3 * verdicts.total()
     assert verdicts[Verdict.REFUSED] >= 0.5 * refused  # most refusals had a visible reason
+
+
+@pytest.mark.slow
+def test_fused_steps_are_the_functional_meaning() -> None:
+    """Programs on float32 with products, run with fused steps where there are some, and without."""
+    verdicts: collections.Counter[Verdict] = collections.Counter()
+    fused: collections.Counter[bool] = collections.Counter()
+
+    @examples(FLOAT_PROGRAMS)
+    @hypothesis.given(strategies.float_programs())
+    def holds(example: strategies.Example) -> None:
+        judgement = soundness.judge(example, fuse=("auto", "off"))
+        verdicts[judgement.verdict] += 1
+        fused[judgement.fused] += 1
+
+    holds()
+    print(f"{verdicts.total()} programs: {dict(verdicts)}; {fused[True]} ran in fused steps")
+    assert verdicts[Verdict.HOLDS] >= 0.3 * verdicts.total()
+    assert fused[True] >= 0.1 * verdicts.total()
 
 
 @pytest.mark.slow

@@ -38,8 +38,8 @@ class Callee:
 class Author(Flow):
     """Writes one program."""
 
-    def __init__(self, choices) -> None:
-        super().__init__(choices)
+    def __init__(self, choices, element: ir.DataType = ir.DataType.INT64) -> None:
+        super().__init__(choices, element)
         self.functions: list[Callee] = []
 
     def program(self) -> program.Declaration:
@@ -47,7 +47,7 @@ class Author(Flow):
             self.functions.append(self.function())
         self.symbol = self.pick([None, None, "capacity"])
         caches = self.pick([1, 1, 2, 2, 3])
-        block = Block(self.fresh, None, range(caches), self.symbol is not None)
+        block = Block(self.fresh, None, range(caches), self.symbol is not None, self.element)
         inputs, access = [], []
         for k in range(caches):
             inputs.append(self.input(block, f"cache{k}", CACHE, k))
@@ -74,9 +74,10 @@ class Author(Flow):
 
     def weight(self, block: Block) -> ir.Value:
         """An initializer of a cache's shape."""
-        array = np.arange(np.prod(CACHE), dtype=np.int64).reshape(CACHE) % 7
+        array = np.arange(np.prod(CACHE), dtype=self.element.numpy()).reshape(CACHE) % 7
         value = ir.Value(name="weight", const_value=ir.tensor(array, name="weight"))
-        return block.add(Name(typed(value, CACHE), CACHE)).value
+        typed(value, CACHE, self.element)
+        return block.add(Name(value, CACHE, dtype=self.element)).value
 
     def input(
         self,
@@ -84,10 +85,12 @@ class Author(Flow):
         name: str,
         shape: tuple[int, ...],
         cache: int | None,
-        dtype: ir.DataType = ir.DataType.INT64,
+        dtype: ir.DataType | None = None,
     ) -> ir.Value:
-        kind = "tensor" if shape else "number" if dtype == ir.DataType.INT64 else "truth"
-        added = block.add(Name(ir.Value(name=name), shape, cache, kind))
+        kind = "tensor" if shape else "number" if dtype is None else "truth"
+        if dtype is None:
+            dtype = self.element if shape and shape != (ROWS,) else ir.DataType.INT64
+        added = block.add(Name(ir.Value(name=name), shape, cache, kind, dtype))
         value = self.declared(added.value, added)
         if cache is not None:
             block.current[cache] = added
@@ -100,7 +103,7 @@ class Author(Flow):
         count = self.pick([1, 1, 2])
         lent = [self.pick([True, True, True, False]) for _ in range(count)]
         writable = [k for k in range(count) if lent[k]]
-        block = Block(self.fresh, None, writable, self.symbol is not None)
+        block = Block(self.fresh, None, writable, self.symbol is not None, self.element)
         inputs, access = [], []
         for k in range(count):
             inputs.append(self.input(block, self.fresh("c"), CACHE, k))
@@ -118,7 +121,7 @@ class Author(Flow):
         declaration = program.Declaration(function, tuple(access), returns, called, HERE)
         by_name = {v.name: k for k, v in enumerate(inputs)}
         results = tuple(
-            Name(o, shape_of(o), by_name[r] if r is not None else None)
+            Name(o, shape_of(o), by_name[r] if r is not None else None, dtype=o.dtype)
             for o, r in zip(outputs, returns, strict=True)
         )
         return Callee(declaration, parameters, results)
@@ -183,7 +186,9 @@ class Author(Flow):
         values = [self.own(block, name, ()) for name, _ in results]
         for k, value in enumerate(values):
             if value in values[:k]:
-                values[k] = block.node("Identity", [value], results[k][0].shape, hint="same").value
+                name = results[k][0]
+                same = block.node("Identity", [value], name.shape, hint="same", dtype=name.dtype)
+                values[k] = same.value
         for value, (name, _) in zip(values, results, strict=True):
             self.declared(value, name)
         return values, tuple(declared for _, declared in results)
@@ -212,16 +217,16 @@ class Author(Flow):
                 free.remove(cache)
             given[port] = cache
             arguments.append(self.cache_name(block, cache))
-        shapes = [n.shape for n in callee.results]
         caches = [None if n.cache is None else given.get(n.cache) for n in callee.results]
-        values = [typed(ir.Value(name=self.fresh("o")), shape) for shape in shapes]
+        values = [typed(ir.Value(name=self.fresh("o")), n.shape, n.dtype) for n in callee.results]
         function = callee.declaration.function
         node = ir.node(function.name, [a.value for a in arguments], domain=LOCAL, outputs=values)
         node.meta[program.LOCATION] = HERE
         block.nodes.append(node)
-        for value, shape, cache in zip(values, shapes, caches, strict=True):
-            name = block.add(Name(value, shape, cache, "tensor" if shape else "number"))
-            if cache is not None and shape == CACHE and not self.slip():
+        for value, result, cache in zip(values, callee.results, caches, strict=True):
+            kind = "tensor" if result.shape else "number"
+            name = block.add(Name(value, result.shape, cache, kind, result.dtype))
+            if cache is not None and result.shape == CACHE and not self.slip():
                 block.current[cache] = name
 
 

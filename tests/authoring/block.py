@@ -20,12 +20,16 @@ HERE = errors.Location("random_program.py", 1)
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-    """A value of the program, its shape, and the cache that its author believes it to be."""
+    """A value of the program, its shape and type, and the cache that its author believes it to be.
+
+    Numbers decide where things are written: they are INT64, whatever tensors are.
+    """
 
     value: ir.Value
     shape: tuple[int, ...]
     cache: int | None = None
     kind: str = "tensor"  # number: a small scalar; sum: any; truth: BOOL; stack: of unknown length
+    dtype: ir.DataType = ir.DataType.INT64
 
 
 class Block:
@@ -37,8 +41,10 @@ class Block:
         outer: Block | None,
         writable: Sequence[int],
         ranks: bool = False,
+        element: ir.DataType = ir.DataType.INT64,
     ) -> None:
         self.fresh = fresh
+        self.element = element  # of caches and tokens
         self.ranks = ranks  # of a value only the rank is known, not its dimensions
         self.nodes: list[ir.Node] = []
         self.outer_values = outer.values if outer is not None else set()
@@ -46,6 +52,11 @@ class Block:
         self.names: list[Name] = list(outer.names) if outer is not None else []
         self.current: dict[int, Name] = dict(outer.current) if outer is not None else {}
         self.writable = list(writable)  # caches that the author means to write here
+
+    @property
+    def tensors(self) -> list[Name]:
+        """What can be combined with a cache."""
+        return [n for n in self.names if n.dtype == self.element]
 
     def add(self, name: Name) -> Name:
         self.values.add(name.value)
@@ -62,6 +73,7 @@ class Block:
         cache: int | None = None,
         kind: str = "tensor",
         hint: str = "v",
+        dtype: ir.DataType | None = None,
         **attributes: object,
     ) -> Name:
         value = ir.Value(name=self.fresh(hint))
@@ -69,15 +81,25 @@ class Block:
         node = ir.node(op, inputs, kept, domain=domain, outputs=[value])
         node.meta[program.LOCATION] = HERE
         self.nodes.append(node)
-        made = self.add(Name(value, shape, cache, kind))
-        typed(value, shape, dtype_of(made))
+        if dtype is None:
+            plain = {"truth": ir.DataType.BOOL, "number": ir.DataType.INT64}
+            dtype = plain.get(kind, self.element)
+        made = self.add(Name(value, shape, cache, kind, dtype))
+        typed(value, shape, dtype)
         if self.ranks:
             value.shape = ir.Shape([None] * len(shape))
         return made
 
     def constant(self, array: np.ndarray, small: bool = True) -> Name:
         kind = "tensor" if array.ndim else "number" if small else "sum"
-        return self.node("Constant", [], array.shape, kind=kind, hint="k", value=ir.tensor(array))
+        tensor = ir.tensor(array)
+        return self.node(
+            "Constant", [], array.shape, kind=kind, hint="k", dtype=tensor.dtype, value=tensor
+        )
+
+    def numbers(self, array: np.ndarray, small: bool = True) -> Name:
+        """A constant of the type of caches."""
+        return self.constant(array.astype(self.element.numpy()), small)
 
 
 def typed(
@@ -92,7 +114,3 @@ def typed(
 def shape_of(value: ir.Value) -> tuple[int, ...]:
     assert value.shape is not None
     return tuple(d if isinstance(d, int) else CAPACITY for d in value.shape)
-
-
-def dtype_of(name: Name) -> ir.DataType:
-    return ir.DataType.BOOL if name.kind == "truth" else ir.DataType.INT64

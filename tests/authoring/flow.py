@@ -15,8 +15,8 @@ from onnx_inplace.compiler import program
 class Flow(Writes):
     """Blocks inside of blocks."""
 
-    def __init__(self, choices) -> None:
-        super().__init__(choices)
+    def __init__(self, choices, element: ir.DataType = ir.DataType.INT64) -> None:
+        super().__init__(choices, element)
         self.budget = 0  # statements that may still be written
 
     def statements(self, block: Block, count: int) -> None:
@@ -40,10 +40,14 @@ class Flow(Writes):
         made = name.value.producer() is not None and name.value not in block.outer_values
         if made and name.value not in taken:
             return name.value
-        return block.node("Identity", [name.value], name.shape, cache=name.cache, hint="same").value
+        same = block.node(
+            "Identity", [name.value], name.shape, cache=name.cache, hint="same", dtype=name.dtype
+        )
+        return same.value
 
     def inside(self, outer: Block, writable: Sequence[int]) -> Block:
-        return Block(self.fresh, outer, outer.writable if self.slip() else writable, outer.ranks)
+        names = outer.writable if self.slip() else writable
+        return Block(self.fresh, outer, names, outer.ranks, outer.element)
 
     def branch(self, block: Block) -> None:
         condition = self.truth(block)
@@ -73,7 +77,8 @@ class Flow(Writes):
                 values.append(self.own(inner, self.cache_name(inner, k), values))
             if extra:
                 values.append(self.own(inner, self.token(inner), values))
-            kinds = [Name(v, s, k) for v, s, k in zip(values, shapes, caches, strict=True)]
+            parts = zip(values, shapes, caches, strict=True)
+            kinds = [Name(v, s, k, dtype=inner.element) for v, s, k in parts]
             results.append([self.declared(name.value, name) for name in kinds])
             self.counts.pop()
         graphs = {
@@ -95,7 +100,9 @@ class Flow(Writes):
         caches: Sequence[int | None],
         attributes: dict,
     ) -> list[Name]:
-        values = [typed(ir.Value(name=self.fresh("o")), shape) for shape in shapes]
+        types = [block.element if shape else ir.DataType.INT64 for shape in shapes]
+        pairs = zip(shapes, types, strict=True)
+        values = [typed(ir.Value(name=self.fresh("o")), s, t) for s, t in pairs]
         if block.ranks:
             for value, shape in zip(values, shapes, strict=True):
                 value.shape = ir.Shape([None] * len(shape))
@@ -103,8 +110,8 @@ class Flow(Writes):
         node.meta[program.LOCATION] = HERE
         block.nodes.append(node)
         return [
-            block.add(Name(v, s, c, "number" if not s else "stack" if s[0] < 0 else "tensor"))
-            for v, s, c in zip(values, shapes, caches, strict=True)
+            block.add(Name(v, s, c, "number" if not s else "stack" if s[0] < 0 else "tensor", t))
+            for v, s, c, t in zip(values, shapes, caches, types, strict=True)
         ]
 
     def carried(self, block: Block) -> list[Name]:
@@ -150,9 +157,9 @@ class Flow(Writes):
         names = []
         for _ in range(self.pick([0, 0, 1])):
             name = self.any_cache(inner) if self.slip() else self.token(inner, new=self.chance(2))
-            value = typed(self.own(inner, name, results), name.shape)
+            value = typed(self.own(inner, name, results), name.shape, inner.element)
             results.append(value)
-            names.append(Name(value, name.shape))
+            names.append(Name(value, name.shape, dtype=inner.element))
         return names
 
     def loop(self, block: Block) -> None:
@@ -164,7 +171,7 @@ class Flow(Writes):
         step = typed(ir.Value(name=self.fresh("step")), ())
         going = typed(ir.Value(name=self.fresh("going")), (), ir.DataType.BOOL)
         inner.add(Name(step, (), None, "number"))
-        inner.add(Name(going, (), None, "truth"))
+        inner.add(Name(going, (), None, "truth", ir.DataType.BOOL))
         self.statements(inner, 1 + self.below(2))
         again = (
             self.truth(inner)
@@ -194,14 +201,14 @@ class Flow(Writes):
         state = self.carried(block)
         self.counts.append(0)
         inner, formals = self.enter(block, state)
-        row = typed(ir.Value(name=self.fresh("row")), CACHE[1:])
-        inner.add(Name(row, CACHE[1:]))
+        row = typed(ir.Value(name=self.fresh("row")), CACHE[1:], inner.element)
+        inner.add(Name(row, CACHE[1:], dtype=inner.element))
         self.statements(inner, 1 + self.below(2))
         results = self.leave(inner, state)
         stacked = self.stacked(inner, results)
         if not results:
             name = self.token(inner, new=True)
-            results.append(typed(name.value, TOKEN))
+            results.append(typed(name.value, TOKEN, inner.element))
             stacked = [name]
         self.counts.pop()
         body = ir.Graph([*formals, row], results, nodes=inner.nodes, name=self.fresh("body"))

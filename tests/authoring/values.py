@@ -17,7 +17,6 @@ from authoring.block import (
     WIDTH,
     Block,
     Name,
-    dtype_of,
     typed,
 )
 from authoring.choices import Choices
@@ -29,8 +28,8 @@ MODULUS = 1009
 class Values:
     """Chooses names, and makes tokens, whole arrays, numbers and truths."""
 
-    def __init__(self, choices: Choices) -> None:
-        self.choices = choices
+    def __init__(self, choices: Choices, element: ir.DataType = ir.DataType.INT64) -> None:
+        self.choices, self.element = choices, element
         self.counts = [0]  # names given so far, by depth of the block
         self.hidden = False  # an outer name has been given again
         self.symbol: str | None = None  # the capacity's name, where it is declared by one
@@ -63,7 +62,7 @@ class Values:
 
     def declared(self, value: ir.Value, name: Name) -> ir.Value:
         """Declare a parameter or a result as what ``name`` is."""
-        typed(value, name.shape, dtype_of(name))
+        typed(value, name.shape, name.dtype)
         if self.symbol is not None and name.cache is not None and name.shape == CACHE:
             value.shape = ir.Shape([ROWS, self.symbol, WIDTH])
         return value
@@ -73,12 +72,12 @@ class Values:
         return self.any_cache(block) if self.slip() else block.current[cache]
 
     def any_cache(self, block: Block) -> Name:
-        whole = [n for n in block.names if n.shape == CACHE]
+        whole = [n for n in block.tensors if n.shape == CACHE]
         return self.pick(whole[::-1])
 
     def token(self, block: Block, new: bool = False) -> Name:
         """An ordinary value of one token for each row, often made from what a cache holds."""
-        known = [n for n in block.names if n.shape == TOKEN and n.cache is None]
+        known = [n for n in block.tensors if n.shape == TOKEN and n.cache is None]
         if known and not new and self.chance(2):
             return self.pick(known[::-1])
         kind = self.below(4)
@@ -91,7 +90,8 @@ class Values:
         if kind == 1 or not known:
             return self.small(block, total)
         if kind == 2:
-            return block.node("Add", [self.pick(known).value, total.value], TOKEN, hint="a")
+            added = block.node("Add", [self.pick(known).value, total.value], TOKEN, hint="a")
+            return self.bounded(block, added)
         return self.small(
             block, block.node("Mul", [self.pick(known).value, total.value], TOKEN, hint="m")
         )
@@ -101,17 +101,30 @@ class Values:
         modulus = block.constant(np.array(MODULUS), small=False)
         return block.node("Mod", [name.value, modulus.value], name.shape, hint="z")
 
+    def bounded(self, block: Block, name: Name) -> Name:
+        """A value that need not be small."""
+        return name
+
+    def as_integer(self, block: Block, name: Name) -> Name:
+        """A sum of what a cache holds, as something that can be a position."""
+        return name
+
+    def as_element(self, block: Block, name: Name) -> Name:
+        """A number, of the type of caches."""
+        return name
+
     def whole(self, block: Block) -> Name:
         """An ordinary value of a cache's shape, or the name of a cache."""
         kind = self.below(4)
         source = self.cache_name(block, self.pick(list(block.current)))
         if kind == 0:
-            return block.node("Add", [source.value, self.token(block).value], CACHE, hint="w")
+            added = block.node("Add", [source.value, self.token(block).value], CACHE, hint="w")
+            return self.bounded(block, added)
         if kind == 1:
             return block.node("Copy", [source.value], CACHE, domain=DOMAIN, hint="copy")
         if kind == 2 and len(block.current) > 1:
             return source  # another cache's content, most likely
-        ordinary = [n for n in block.names if n.shape == CACHE and n.cache is None]
+        ordinary = [n for n in block.tensors if n.shape == CACHE and n.cache is None]
         if ordinary:
             return self.pick(ordinary[::-1])
         return self.small(block, block.node("Mul", [source.value, source.value], CACHE, hint="w"))
@@ -122,14 +135,15 @@ class Values:
             return self.token(block)
         if shape == CACHE:
             return self.whole(block)
-        known = [n for n in block.names if n.shape == shape and n.cache is None]
+        known = [n for n in block.tensors if n.shape == shape and n.cache is None]
         if known and self.chance(2):
             return self.pick(known)
         numbers = np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape) + self.below(50)
-        fixed = block.constant(numbers)
+        fixed = block.numbers(numbers)
         if self.chance(2):
             return fixed
-        return block.node("Add", [fixed.value, self.number(block).value], shape, hint="b")
+        number = self.as_element(block, self.number(block))
+        return block.node("Add", [fixed.value, number.value], shape, hint="b")
 
     def number(self, block: Block, limit: int = CAPACITY) -> Name:
         """A scalar from 0 to ``limit - 1``, perhaps an input, or made from a cache's content."""
@@ -139,7 +153,7 @@ class Values:
         known = [n for n in block.names if n.kind == "number"]
         if kind <= 2 and known:
             return self.pick(known[::-1])
-        total = self.total(block)
+        total = self.as_integer(block, self.total(block))
         return block.node(
             "Mod", [total.value, block.constant(np.array(limit)).value], (), kind="number", hint="n"
         )
@@ -159,6 +173,7 @@ class Values:
     def rows(self, block: Block) -> Name:
         """One position, or one row number, for each row."""
         known = [n for n in block.names if n.shape == (ROWS,) and n.cache is None]
+        known = [n for n in known if n.dtype == ir.DataType.INT64]
         if known and self.chance(2):
             return self.pick(known)
         return block.constant(np.array([self.below(2) for _ in range(ROWS)]))

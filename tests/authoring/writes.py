@@ -34,7 +34,7 @@ class Writes(Values):
 
     def scatter_new(self, block: Block) -> None:
         """A standard operator on what nobody lent makes a new value, as ONNX says."""
-        whole = [n for n in block.names if n.shape == CACHE and n.cache not in block.writable]
+        whole = [n for n in block.tensors if n.shape == CACHE and n.cache not in block.writable]
         if whole:
             target = dataclasses.replace(self.pick(whole[::-1]), cache=None)
             self.pick(SCATTERS)(self, block, target)
@@ -54,33 +54,49 @@ class Writes(Values):
         axes = block.constant(np.array(range(len(kept.shape))))
         inputs = [kept.value, axes.value]
         total = block.node("ReduceSum", inputs, (), keepdims=0, hint="sum", kind="sum")
-        token = next(n for n in reversed(block.names) if n.shape == TOKEN and n.cache is None)
-        block.node("Add", [token.value, total.value], TOKEN, hint="a")
+        token = next(n for n in reversed(block.tensors) if n.shape == TOKEN and n.cache is None)
+        self.bounded(block, block.node("Add", [token.value, total.value], TOKEN, hint="a"))
 
     def view_of(self, block: Block, name: Name) -> Name:
-        x, rank = name.value, len(name.shape)
+        x, rank, dtype = name.value, len(name.shape), name.dtype
         kind = self.below(5)
         if kind == 0:
-            return block.node("Identity", [x], name.shape, cache=name.cache, hint="i")
+            return block.node("Identity", [x], name.shape, cache=name.cache, hint="i", dtype=dtype)
         if kind == 1 and int(np.prod(name.shape)) == int(np.prod(CACHE)):
             return self.reshape(block, name, self.pick(SHAPES))
         if kind == 2 and rank:
             axis = self.below(rank + 1)
             flat = (int(np.prod(name.shape[:axis])), int(np.prod(name.shape[axis:])))
-            return block.node("Flatten", [x], flat, cache=name.cache, hint="f", axis=axis)
+            return block.node(
+                "Flatten", [x], flat, cache=name.cache, hint="f", dtype=dtype, axis=axis
+            )
         axis = self.below(rank + 1)
         axes = block.constant(np.array([axis]))
         longer = (*name.shape[:axis], 1, *name.shape[axis:])
-        wide = block.node("Unsqueeze", [x, axes.value], longer, cache=name.cache, hint="u")
+        wide = block.node(
+            "Unsqueeze", [x, axes.value], longer, cache=name.cache, hint="u", dtype=dtype
+        )
         if kind == 3:
             return wide
         return block.node(
-            "Squeeze", [wide.value, axes.value], name.shape, cache=name.cache, hint="s"
+            "Squeeze",
+            [wide.value, axes.value],
+            name.shape,
+            cache=name.cache,
+            hint="s",
+            dtype=dtype,
         )
 
     def reshape(self, block: Block, name: Name, shape: tuple[int, ...]) -> Name:
         target = block.constant(np.array(shape))
-        return block.node("Reshape", [name.value, target.value], shape, cache=name.cache, hint="r")
+        return block.node(
+            "Reshape",
+            [name.value, target.value],
+            shape,
+            cache=name.cache,
+            hint="r",
+            dtype=name.dtype,
+        )
 
     def cache_update(self, block: Block, target: Name) -> Name:
         rank = len(target.shape)
