@@ -237,7 +237,7 @@ def main(how: str, jobs: str) -> None:
         def load(
             model: str = model, given: Any = (feeds, dims, warm), threads: int = threads
         ) -> Any:
-            return Subject(Session(model, threads=threads), *given)
+            return Subject(Session(model, threads=threads, fuse="off"), *given)
 
         found[name] = WAYS[how](load)
     print(json.dumps(found))

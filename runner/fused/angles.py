@@ -10,7 +10,6 @@ from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner.actions import Array
 from onnx_inplace.runner.fused.table import Bound, Builder, NotFused
 
-
 KERNELS = (places.count, moves.rows)
 """What instructions for angles name."""
 

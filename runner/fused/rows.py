@@ -6,7 +6,7 @@ import numpy as np
 
 from onnx_inplace.compiler.fused import Operation
 from onnx_inplace.numba_kernels import floats, layout
-from onnx_inplace.numba_kernels.fused import elementwise as adding
+from onnx_inplace.numba_kernels.fused import elementwise as arithmetic
 from onnx_inplace.numba_kernels.fused import norms, quantize
 from onnx_inplace.numba_kernels.fused import rotary as turning
 from onnx_inplace.numba_kernels.fused.elementwise import Two
@@ -25,7 +25,7 @@ def norm(b: Builder, o: Operation) -> None:
     _normalize(b, o, source, None, bias, centered=o.op_type == "LayerNormalization")
 
 
-@template(norms.norm, adding.binary)
+@template(norms.norm, arithmetic.binary)
 def skip_norm(b: Builder, o: Operation) -> None:
     """SkipLayerNormalization and its RMS form: of a sum, which is a result as well."""
     centered = o.op_type == "SkipLayerNormalization"

@@ -360,6 +360,8 @@ class Builder:
     def settle(self) -> None:
         """Results that others leave as parts of are made in one place, and copied by every run."""
         for link in self.region.outputs:
+            if self.value(link.value).root is not None:
+                continue
             array = self.array(link.value)
             for index, made in list(self.fresh.items()):
                 if index != link.value and _meet([_range(array)], [_range(made)]):
