@@ -1,4 +1,4 @@
-"""What the verifier asks of the layout of buffers: none shares bytes with one that is alive."""
+"""What the verifier asks of lives and buffers: none ends, or shares bytes, while it is needed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,21 @@ class Frame:
     reads: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
-def violations(
+def short_lives(values: Sequence[Value], frame: Frame) -> Iterator[str]:
+    """Values of a block that the plan says to be dead while they were seen to be needed."""
+    stated = frame.block.lifetimes
+    for slot, index in frame.fills.items():
+        last = max(frame.reads.get(slot, index), index)
+        if slot not in stated:
+            yield f"{_name(values, slot)} has no lifetime"
+        elif stated[slot][0] > index or stated[slot][1] < last:
+            lives = f"lives from {index} to {last}, stated {stated[slot]}"
+            yield f"{_name(values, slot)} {lives}"
+    for slot in stated.keys() - frame.fills.keys():
+        yield f"{_name(values, slot)} has a lifetime in a block that does not fill it"
+
+
+def shared(
     values: Sequence[Value],
     frames: Sequence[Frame],
     layouts: Sequence[Mapping[int, tuple[int, int]]],
@@ -34,6 +48,9 @@ def violations(
             alive = [other for other in alive if other[0] >= first]
             for _, low, high, other in alive:
                 if max(begin, low) < min(end, high):
-                    names = [f"`{values[s].name}` (slot {s})" for s in (other, slot)]
-                    yield f"{names[0]} and {names[1]} share bytes"
+                    yield f"{_name(values, other)} and {_name(values, slot)} share bytes"
             alive.append((frame.reads.get(slot, first), begin, end, slot))
+
+
+def _name(values: Sequence[Value], slot: int) -> str:
+    return f"`{values[slot].name}` (slot {slot})"

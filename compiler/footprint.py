@@ -6,6 +6,7 @@ the inputs is named as unknown. What a sub-session holds inside is found by ``su
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
@@ -64,7 +65,25 @@ def build(
         fusion: of the plan.
     """
     held = resident.Resident(block, values, list(slots), nodes, fusion)
-    return _Collector(loaded, values, slots, nodes).run(block, copies, made, held.forms)
+    collector = _Collector(loaded, values, slots, nodes)
+    found = collector.run(block, copies, made, held.forms)
+    fused = () if fusion.block is None else tuple(map(collector.buffers, _blocks(fusion.block)))
+    return dataclasses.replace(found, fused=fused)
+
+
+def _blocks(block: Block) -> Iterator[Block]:
+    """A block and those in it, in the order of the program."""
+    yield block
+    for step in block.steps:
+        match step:
+            case Branch():
+                inner = [step.then, step.otherwise]
+            case Repeat() | ScanStep():
+                inner = [step.body]
+            case _:
+                inner = []
+        for body in inner:
+            yield from _blocks(body)
 
 
 class _Collector:
@@ -153,6 +172,14 @@ class _Collector:
 
     # -- blocks
 
+    def buffers(self, block: Block) -> tuple[Item, ...]:
+        """What stays in the block's arena between runs."""
+        return tuple(
+            Item(slot, self.bytes(self.of_slot[slot]), (first, last))
+            for slot, (first, last) in block.lifetimes.items()
+            if self.values[slot].storage is Storage.BUFFER
+        )
+
     def block(self, block: Block, held: Sequence[int] = ()) -> BlockUse:
         """``held``: values that are kept during the block, as a loop's from the round before."""
         handed_on = {
@@ -161,12 +188,9 @@ class _Collector:
             if isinstance(step, Branch | Repeat | ScanStep)
             for slot in lifetimes.fills(step)
         }
-        buffers, passing = [], []
+        passing = []
         for slot, (first, last) in block.lifetimes.items():
-            storage = self.values[slot].storage
-            if storage is Storage.BUFFER:
-                buffers.append(Item(slot, self.bytes(self.of_slot[slot]), (first, last)))
-            elif storage is Storage.FRESH:
+            if self.values[slot].storage is Storage.FRESH:
                 # what a block hands on, or a loop stacks, is counted there until the step ends
                 first = first + 1 if slot in handed_on else first
                 if first <= last:
@@ -174,7 +198,7 @@ class _Collector:
         whole = 0, len(block.steps)
         passing += [Item(slot, self.bytes(self.of_slot[slot]), whole) for slot in held]
         return BlockUse(
-            tuple(buffers), tuple(passing), tuple(self.step(step) for step in block.steps)
+            self.buffers(block), tuple(passing), tuple(self.step(step) for step in block.steps)
         )
 
     def step(self, step: Step) -> Use:

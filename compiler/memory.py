@@ -187,6 +187,7 @@ class Footprint:
         weights: bytes by what they are: as the model gives them, repacked, ...; of a session that
             is loaded with this choice of fused steps.
         pages: the most bytes of pages that each step may add to a paged cache in one run.
+        fused: buffers of each block of the plan's fused alternative, in program order.
     """
 
     dims: tuple[str, ...]
@@ -198,6 +199,7 @@ class Footprint:
     estimates: tuple[str, ...] = ()
     weights: Callable[[str], Mapping[str, int]] = lambda fuse: MappingProxyType({})
     pages: tuple[Size, ...] = ()
+    fused: tuple[tuple[Item, ...], ...] = ()
 
     def memory(
         self,
@@ -229,7 +231,7 @@ class Footprint:
             return self._memory(held, *self._formulas(given))
         self._possible(dims)
         alive, most = _most(self.block, given)
-        buffers = sum(_laid_out(block, dims)[1] for block in self.block.all())
+        buffers = sum(_laid_out(block.buffers, dims)[1] for block in self.block.all())
         caches, pages, copied = (
             sum(sizes.evaluate(size, dims) for size in terms)
             for terms in (self.caches, self.pages, self.copied)
@@ -257,11 +259,19 @@ class Footprint:
         Raises:
             BindingError: a dimension is unknown, missing or no size.
         """
+        self._all(dims)
+        return tuple(_laid_out(block.buffers, dims)[0] for block in self.block.all())
+
+    def fused_layout(self, dims: Mapping[str, int]) -> tuple[Mapping[int, tuple[int, int]], ...]:
+        """``layout`` of the fused alternative."""
+        self._all(dims)
+        return tuple(_laid_out(buffers, dims)[0] for buffers in self.fused)
+
+    def _all(self, dims: Mapping[str, int]) -> None:
         self._known(dims)
         missing = [name for name in self.dims if name not in dims]
         if missing:
             raise BindingError(f"missing sizes: {', '.join(missing)}.", missing[0])
-        return tuple(_laid_out(block, dims)[0] for block in self.block.all())
 
     def _known(self, dims: Mapping[str, int]) -> None:
         strange = [name for name in dims if name not in self.dims]
@@ -293,12 +303,14 @@ class Footprint:
         return whole(self.caches), values, workspace, whole(self.pages), whole(self.copied)
 
 
-def _laid_out(block: BlockUse, dims: Mapping[str, int]) -> tuple[dict[int, tuple[int, int]], int]:
-    wanted = [(sizes.evaluate(item.size, dims), item.life) for item in block.buffers]
+def _laid_out(
+    buffers: Sequence[Item], dims: Mapping[str, int]
+) -> tuple[dict[int, tuple[int, int]], int]:
+    wanted = [(sizes.evaluate(item.size, dims), item.life) for item in buffers]
     offsets, total = arena.place(wanted)
     places = {
         item.slot: (offset, offset + size)
-        for item, offset, (size, _) in zip(block.buffers, offsets, wanted, strict=True)
+        for item, offset, (size, _) in zip(buffers, offsets, wanted, strict=True)
     }
     return places, total + (arena.ALIGNMENT if total else 0)  # room to align the whole
 

@@ -1,6 +1,4 @@
-"""The plan: what a run does, in which order, on which values. Facts only.
-
-Nothing here decides or executes.
+"""The plan: what a run does, in which order, on which values. Facts only: nothing is decided.
 
 Every value of the flat graph and of its bodies has a *slot*, a number that is unique in the whole
 plan, so that names of inlined functions and of sibling bodies cannot collide. A step reads slots
@@ -370,18 +368,21 @@ class ExecutionPlan:
                 formulas of the others. A dimension without a name is called ``input[axis]``.
 
         Raises:
-            errors.BindingError: the model has no such dimension, or the size is none; or there is
-                no such choice.
+            errors.BindingError: no such dimension, no size, or no such choice.
             errors.ContractError: no run with these dimensions is possible (E112, E102).
         """
         return self.footprint.memory(dims, threads, fuse)
 
     def layout(self, **dims: int) -> tuple[Mapping[int, tuple[int, int]], ...]:
-        """Begin and end of each buffer in the arena of its block, by slot.
+        """Begin and end of each buffer in the arena of its block, by slot, for all dimensions.
 
-        Blocks stand in the order of the program, a block before those in it. Takes all dimensions.
+        Blocks stand in the order of the program, a block before those in it.
         """
         return self.footprint.layout(dims)
+
+    def fused_layout(self, **dims: int) -> tuple[Mapping[int, tuple[int, int]], ...]:
+        """``layout`` of what a run with few rows executes; none: there is no such."""
+        return self.footprint.fused_layout(dims)
 
     def moments(self, **dims: int) -> tuple[Moment, ...]:
         """What a run holds at each step, bodies included. Takes all dimensions."""

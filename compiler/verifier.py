@@ -39,21 +39,22 @@ _Owner = tuple[str, str | int]
 def verify(plan: ExecutionPlan, **dims: int) -> None:
     """Prove the plan; with all dimensions, the layout of its buffers for these too.
 
+    Both are proved of what a run with few rows does instead, where there is such.
+
     Raises:
         errors.PlanError: with all violations.
     """
-    proof = _Proof(plan, plan.block)
-    proof.run()
-    violations = [*agreement.violations(plan), *proof.violations]
-    if dims:
-        layouts = plan.layout(**dims)
-        violations += arena_proof.violations(plan.values, proof.frames, layouts)
-    filled = proof.seen
-    if plan.fused.block is not None:  # what a run with few rows does instead
-        other = _Proof(plan, plan.fused.block)
-        other.run()
-        violations += other.violations
-        filled = filled | other.seen
+    violations = [*agreement.violations(plan)]
+    filled: set[int] = set()
+    for block, layout in ((plan.block, plan.layout), (plan.fused.block, plan.fused_layout)):
+        if block is None:
+            continue
+        proof = _Proof(plan, block)
+        proof.run()
+        violations += proof.violations
+        if dims:
+            violations += arena_proof.shared(plan.values, proof.frames, layout(**dims))
+        filled |= proof.seen
     if len(filled) < len(plan.values):
         violations.append(f"{len(plan.values) - len(filled)} slots are never filled")
     if violations:
@@ -124,7 +125,7 @@ class _Proof:
         for slot in block.outputs:
             self.read(slot, state)
         self.stack.pop()
-        self.lifetimes(frame)
+        self.violations += arena_proof.short_lives(self.values, frame)
 
     def step(self, step: Step, state: _State) -> None:
         match step:
@@ -386,15 +387,3 @@ class _Proof:
         if version <= self.newest.get(root, -1):
             self.wrong(f"version {version} of `{root}` comes after {self.newest[root]}")
         self.newest[root] = max(version, self.newest.get(root, -1))
-
-    def lifetimes(self, frame: Frame) -> None:
-        """What the plan says about lives covers what was seen."""
-        stated = frame.block.lifetimes
-        for slot, index in frame.fills.items():
-            last = max(frame.reads.get(slot, index), index)
-            if slot not in stated:
-                self.wrong(f"{self.name(slot)} has no lifetime")
-            elif stated[slot][0] > index or stated[slot][1] < last:
-                self.wrong(f"{self.name(slot)} lives from {index} to {last}, stated {stated[slot]}")
-        for slot in stated.keys() - frame.fills.keys():
-            self.wrong(f"{self.name(slot)} has a lifetime in a block that does not fill it")

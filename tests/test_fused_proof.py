@@ -2,13 +2,16 @@
 
 import dataclasses
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 from decoders import Shape, decoder
 
 from onnx_inplace import compiler, errors
-from onnx_inplace.compiler import fused_proof
+from onnx_inplace.compiler import fused_proof, steps
 from onnx_inplace.compiler.fused import Fused, FusedValue, Link, Operation
+from onnx_inplace.dsl import FLOAT as Float
+from onnx_inplace.dsl import INT64, Alias, Mutable, kv, model, op, weight
 
 FLOAT = ir.DataType.FLOAT
 
@@ -126,3 +129,62 @@ def test_any_two_operations_that_change_places_are_found_or_independent(plan):
                 compiler.verify(changed)
         else:
             compiler.verify(changed)
+
+
+@pytest.fixture(scope="module")
+def between():
+    """A plan whose fused alternative has ordinary steps, and buffers that go between."""
+    random = np.random.default_rng(0)
+    matrix = random.standard_normal((64, 64)).astype(np.float32)
+
+    @model
+    def program(
+        x: Float["rows", 64], cache: Mutable[Float["m", 64]], p: INT64[()]
+    ) -> tuple[Float["rows", 64], Alias["cache"]]:
+        first = op.MatMul(x, weight(matrix, "matrix"))
+        early = op.Det(op.MatMul(first, op.Transpose(first)))  # no template
+        second = op.MatMul(op.Add(first, early), weight(matrix.T.copy(), "other"))
+        late = op.Det(op.MatMul(second, op.Transpose(second)))
+        third = op.MatMul(second + late, weight(matrix, "matrix")) + early
+        return third, kv.CacheUpdate(cache, third, p)
+
+    return compiler.plan(program)
+
+
+def fused_buffers(plan):
+    lifetimes = plan.fused.block.lifetimes
+    return [s for s in lifetimes if plan.values[s].storage is steps.Storage.BUFFER]
+
+
+def test_buffers_between_fused_steps_are_proved(between):
+    assert len(between.fused.regions) > 1 and len(fused_buffers(between)) > 1
+    for rows in (1, 3):
+        (layout,) = between.fused_layout(rows=rows, m=8)
+        assert set(layout) == set(fused_buffers(between))
+        compiler.verify(between, rows=rows, m=8)
+
+
+def test_buffers_of_the_alternative_that_share_too_much_are_found(between, monkeypatch):
+    (layout,) = between.fused_layout(rows=1, m=8)
+    everything = dict.fromkeys(layout, (0, 256))
+    monkeypatch.setattr(steps.ExecutionPlan, "fused_layout", lambda self, **dims: (everything,))
+    with pytest.raises(errors.PlanError, match="share bytes"):
+        compiler.verify(between, rows=1, m=8)
+    monkeypatch.setattr(steps.ExecutionPlan, "fused_layout", lambda self, **dims: ({},))
+    with pytest.raises(errors.PlanError, match="the arena has"):
+        compiler.verify(between, rows=1, m=8)
+
+
+def test_a_life_in_the_alternative_that_ends_too_soon_is_found(between):
+    found = 0
+    for slot in fused_buffers(between):
+        first, last = between.fused.block.lifetimes[slot]
+        if last == first:
+            continue
+        lives = {**between.fused.block.lifetimes, slot: (first, last - 1)}
+        block = dataclasses.replace(between.fused.block, lifetimes=lives)
+        fused = dataclasses.replace(between.fused, block=block)
+        with pytest.raises(errors.PlanError, match="lives from"):
+            compiler.verify(dataclasses.replace(between, fused=fused))
+        found += 1
+    assert found
