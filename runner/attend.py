@@ -195,16 +195,15 @@ class Call:
         longest = longest_length(root, lengths, p.batch, p.capacity)
         places = self._layout_address, query, key, value, output, address(lengths), mask, sinks
         if longest <= self._long:
-            self._run_serial(places)
+            self._run(places, 1, 1)
             return
-        parallel = self._policy.parallel()
+        # As many splits on one thread as on several: which it is, is decided by the clock, and
+        # results must not depend on it.
+        splits, parallel = self._splits(longest), self._policy.parallel()
         start = time.perf_counter()
-        if parallel:
-            self._run_parallel(places, longest)
-            self._policy.parallel_took(self._products * longest, time.perf_counter() - start)
-        else:
-            self._run_serial(places)
-            self._policy.serial_took(self._products * longest, time.perf_counter() - start)
+        self._run(places, splits, self._kernels.threads if parallel else 1)
+        took = self._policy.parallel_took if parallel else self._policy.serial_took
+        took(self._products * longest, time.perf_counter() - start)
 
     def on_arrays(
         self,
@@ -235,11 +234,6 @@ class Call:
             id(workspace) + FIELD,
         )
 
-    def _run_serial(self, places: tuple[int, ...]) -> None:
-        workspace = np.empty(self._workspace, np.int64)
-        workspace[0], workspace[1] = 0, 1  # items that are done, splits
-        self._serial(self._kernel, *places, address(workspace), 1)
-
     def _words(self, workers: int, splits: int) -> int:
         """Workspace in int64."""
         p = self.problem
@@ -251,15 +245,22 @@ class Call:
             size = attention.workspace_size(p.head_size, p.value_size) * workers
         return 2 + size // 8
 
-    def _run_parallel(self, places: tuple[int, ...], longest: int) -> None:
-        kernels, workers = self._kernels, self._kernels.threads
+    def _splits(self, longest: int) -> int:
+        """Parts of the tokens: more items than threads, so that a late thread is no loss."""
+        if self._decode is None:
+            return 1
+        rows = self.problem.batch * self.problem.kv_heads
+        return max(1, min(longest // SHORTEST_SPLIT, -(-4 * self._kernels.threads // rows)))
+
+    def _run(self, places: tuple[int, ...], splits: int, workers: int) -> None:
+        kernels, alone = self._kernels, workers == 1 and splits == 1
+        words = self._workspace if alone else self._words(workers, splits)
+        workspace = np.empty(words, np.int64)
+        workspace[0], workspace[1] = 0, splits  # items that are done, splits
+        if workers == 1:
+            self._serial(self._kernel, *places, address(workspace), 1)
+            return
         assert kernels.parallel is not None
-        splits = 1
-        if self._decode is not None:  # more items than threads, so that a late thread is no loss
-            rows = self.problem.batch * self.problem.kv_heads
-            splits = max(1, min(longest // SHORTEST_SPLIT, -(-4 * workers // rows)))
-        workspace = np.empty(self._words(workers, splits), np.int64)
-        workspace[0], workspace[1] = 0, splits
         with threads.region(workers):
             kernels.parallel(self._kernel, *places, address(workspace), workers)
         if self._decode is not None:

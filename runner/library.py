@@ -20,6 +20,10 @@ _SILENT = 4  # log severity: fatal
 # [us] A worker waits awake for the next product of the same sub-session, not longer: kernels of
 # ours and other processes need the core. Not to spin at all costs a wake-up for every product.
 _SPIN = "50"
+_INTEGERS = {
+    onnx.TensorProto.DataType.Value(name)
+    for name in ("BOOL", "INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64")
+}
 # Where the bytes of a weight in memory would stand: beyond the end of a file that exists. So an
 # optimizer that asks the model for them, not the session, fails; it must not read something else.
 _NOWHERE = {"location": Path(__file__).name, "offset": str(1 << 48)}
@@ -47,9 +51,10 @@ def _share_arena() -> None:
 class Library:
     """Loads the sub-sessions of one session.
 
-    Each sub-session has threads of its own, which sleep when it is not running. The pool of the
-    process is left alone, because once it is made, onnxruntime refuses every session of the caller
-    that does not ask for it ("use_per_session_threads must be false").
+    Each sub-session has threads of its own, which sleep when it is not running: sub-sessions of one
+    session run one after the other, so at most ``threads`` are awake. The pool of the process would
+    be one for all, but once it is made, onnxruntime refuses every session of the caller that does
+    not ask for it ("use_per_session_threads must be false").
     """
 
     def __init__(self, threads: int):
@@ -73,8 +78,8 @@ class Library:
             raise _unsupported(step, str(error)) from None
 
     def _load(self, step: SubSession, *, copied: bool) -> onnxruntime.InferenceSession:
-        options = self._options()
         proto = onnx.ModelProto.FromString(step.model)
+        options = _options(1 if _counts_only(proto.graph) else self._threads)
         folders = {
             os.fspath(w.tensor.base_dir) if isinstance(w.tensor, ir.ExternalTensor) else None
             for w in step.weights
@@ -100,21 +105,6 @@ class Library:
             proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
 
-    def _options(self) -> Any:
-        options = ort.SessionOptions()
-        options.log_severity_level = _SILENT
-        options.inter_op_num_threads = 1
-        options.intra_op_num_threads = self._threads
-        _share_arena()
-        options.add_session_config_entry("session.use_env_allocators", "1")
-        # No block for all of a run, as the last run with these shapes needed it: it would stand
-        # beside what the first one left behind.
-        options.enable_mem_pattern = False
-        if self._threads > 1:
-            options.add_session_config_entry("session.force_spinning_stop", "1")
-            options.add_session_config_entry("session.intra_op.spin_duration_us", _SPIN)
-        return options
-
     def _value(self, weight: Weight) -> onnxruntime.OrtValue:
         """The OrtValue over the one array of a weight; onnxruntime keeps no reference to it."""
         tensor = weight.tensor
@@ -125,6 +115,31 @@ class Library:
             )
             held = self._values[id(tensor)] = tensor, value
         return held[1]
+
+
+def _options(threads: int) -> Any:
+    options = ort.SessionOptions()
+    options.log_severity_level = _SILENT
+    options.inter_op_num_threads = 1
+    options.intra_op_num_threads = threads
+    _share_arena()
+    options.add_session_config_entry("session.use_env_allocators", "1")
+    # No block for all of a run, as the last run with these shapes needed it: it would stand
+    # beside what the first one left behind.
+    options.enable_mem_pattern = False
+    if threads > 1:
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        options.add_session_config_entry("session.intra_op.spin_duration_us", _SPIN)
+    return options
+
+
+def _counts_only(graph: onnx.GraphProto) -> bool:
+    """Whether all that goes in and out are integers: positions, lengths, masks, indices.
+
+    Nothing of it is worth waking a second thread for.
+    """
+    ports = {v.type.tensor_type.elem_type for v in (*graph.input, *graph.output)}
+    return ports | {t.data_type for t in graph.initializer} <= _INTEGERS
 
 
 def _unsupported(step: SubSession, message: str) -> errors.UnsupportedOperator:

@@ -172,15 +172,15 @@ class _Call:
         if longest <= self._long:
             self._run(store, query, places, lengths, target, 1, 1)
             return
+        # As many splits on one thread as on several: see ``attend.Call``.
+        items = self._layout.batch * self._layout.kv_heads
+        splits = max(1, min(longest // SHORTEST_SPLIT, -(-4 * self._workers // items)))
         work, start = self._products * longest, time.perf_counter()
-        if self._policy.parallel():
-            items = self._layout.batch * self._layout.kv_heads
-            splits = max(1, min(longest // SHORTEST_SPLIT, -(-4 * self._workers // items)))
-            self._run(store, query, places, lengths, target, self._workers, splits)
-            self._policy.parallel_took(work, time.perf_counter() - start)
-        else:
-            self._run(store, query, places, lengths, target, 1, 1)
-            self._policy.serial_took(work, time.perf_counter() - start)
+        parallel = self._policy.parallel()
+        workers = self._workers if parallel else 1
+        self._run(store, query, places, lengths, target, workers, splits)
+        took = self._policy.parallel_took if parallel else self._policy.serial_took
+        took(work, time.perf_counter() - start)
 
     def _run(
         self,
