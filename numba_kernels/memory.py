@@ -8,7 +8,9 @@ to, and that it is in range, is the caller's business.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,14 +33,47 @@ class OnDemand:
         self._compile, self._function = compile_, function
         self._result: Any = None
         self._lock = threading.Lock()
+        self.name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
         self.__doc__ = function.__doc__
 
     def ready(self) -> Any:
         """The compiled function. Asked for at load, so that nothing compiles during a run."""
         with self._lock:
             if self._result is None:
-                self._result = self._compile(self._function)
+                start = time.perf_counter()
+                result = self._result = self._compile(self._function)
+                read = _cache_hits(result) > 0
+                _made.append(Made(self.name, time.perf_counter() - start, read))
             return self._result
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Made:
+    """A kernel that this process has made ready.
+
+    Attributes:
+        name: module and function; copies of ``specialise`` carry their constants.
+        seconds: that it took.
+        read: it was read from disk, not compiled.
+    """
+
+    name: str
+    seconds: float
+    read: bool
+
+
+_made: list[Made] = []
+
+
+def made() -> tuple[Made, ...]:
+    """All kernels that this process has made ready, in order."""
+    return tuple(_made)
+
+
+def _cache_hits(function: Any) -> int:
+    stats = getattr(function, "stats", None)  # of a dispatcher; a C function counts by itself
+    hits: int = function.cache_hits if stats is None else sum(stats.cache_hits.values())
+    return hits
 
 
 def on_demand(signature: str, **options: Any) -> Callable[[Callable[..., Any]], OnDemand]:

@@ -27,6 +27,7 @@ from onnx_inplace.cli import (
     results,
     show,
     values,
+    warmup,
 )
 from onnx_inplace.compiler import declarations, errors, loader, recovery, schema
 from onnx_inplace.page import page_facts, page_map
@@ -334,7 +335,10 @@ def schema_() -> None:
     print(schema.proto_fragment(), end="")
 
 
-# -- run
+# -- warmup, run
+
+
+app.command("warmup")(report.reported(warmup.warmup))
 
 
 @app.command()
