@@ -9,6 +9,7 @@ import numpy as np
 
 from onnx_inplace.compiler import errors
 from onnx_inplace.compiler.steps import Block, Branch, Repeat, Scanned, ScanStep, Stacked
+from onnx_inplace.runner import journal
 from onnx_inplace.runner.actions import Action, Array, Slots
 
 BlockAction = Callable[[Block], Action]
@@ -55,6 +56,7 @@ def repeat(step: Repeat, run: BlockAction, dims: Mapping[str, int]) -> Action:
             for formal, value in zip(step.carried, state, strict=True):
                 slots[formal] = value
             body(slots)
+            journal.end_round(slots)
             going = bool(slots[again])
             state = [slots[s] for s in results]
             for found, s in zip(elements, stacked, strict=True):
@@ -87,6 +89,7 @@ def scan(step: ScanStep, run: BlockAction, dims: Mapping[str, int]) -> Action:
                 # elements along an inner axis are not contiguous where they stand
                 slots[formal] = np.ascontiguousarray(whole[number]).reshape(whole.shape[1:])
             body(slots)
+            journal.end_round(slots)
             state = [slots[s] for s in results]
             for found, s in zip(elements, stacked, strict=True):
                 found.append(slots[s])

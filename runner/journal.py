@@ -1,7 +1,8 @@
 """What a run has written so far, in case that it fails half-way.
 
 The last slot of a run is its journal, a list. Every step that writes storage adds an entry when it
-has written, so that a failing run knows whether a byte has changed, and which.
+has written, so that a failing run knows whether a byte has changed, and which. The rounds of a long
+loop share entries, so that a journal has a bound: ``MOST`` entries and those of one round.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Written:
         root: name of the mutable parameter.
         operator: that wrote.
         position: first token, of each row where there are rows; None: anywhere in the storage.
-        length: tokens from there on; None likewise.
+        length: tokens from there on; None likewise. Where rounds of a loop share an entry, all that
+            they wrote lies within.
         location: the author's line, where it is known: which layer it was.
     """
 
@@ -75,6 +77,45 @@ def read(slots: Slots) -> tuple[Written, ...]:
 
 Entry = tuple["steps.Kernel | Operation", "int | list[int] | None", "int | None"]
 """Who wrote, from which position on, and how many tokens; None: anywhere."""
+
+
+MOST = 1024
+"""Entries beyond which the rounds of a loop share them."""
+
+
+def end_round(slots: Slots) -> None:
+    """Keep the bound, between two rounds of a loop."""
+    entries = slots[JOURNAL]
+    if len(entries) > MOST:
+        entries[:] = _shared(entries)
+
+
+def _shared(entries: list[Entry]) -> list[Entry]:
+    """One entry for each step, in the order of their first writes."""
+    found: dict[int, Entry] = {}
+    for entry in entries:
+        step, position, length = entry
+        key = id(step)
+        found[key] = (step, *_cover(found.get(key, entry)[1:], (position, length)))
+    return list(found.values())
+
+
+_Range = tuple["int | list[int] | None", "int | None"]
+
+
+def _cover(a: _Range, b: _Range) -> _Range:
+    """The smallest range that holds both; of rows, one length for all of them."""
+    (p, n), (q, m) = a, b
+    if n is None or m is None:
+        return None, None
+    if isinstance(p, int) and isinstance(q, int):
+        first = min(p, q)
+        return first, max(p + n, q + m) - first
+    if isinstance(p, list) and isinstance(q, list) and len(p) == len(q):
+        rows = [min(pair) for pair in zip(p, q, strict=True)]
+        ends = (max(x + n, y + m) for x, y in zip(p, q, strict=True))
+        return rows, max((end - row for end, row in zip(ends, rows, strict=True)), default=0)
+    return None, None
 
 
 def _tokens(step: steps.Kernel) -> Callable[[Slots], Entry]:

@@ -11,7 +11,7 @@ import pytest
 
 from onnx_inplace import Session, errors
 from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, kv, model, op
-from onnx_inplace.runner import registry, storage
+from onnx_inplace.runner import journal, registry, storage
 
 Cache, New = FLOAT["heads", "capacity", 4], FLOAT["heads", "n", 4]
 TIMEOUT = 30  # seconds until a test of threads has failed
@@ -428,6 +428,30 @@ def test_every_round_of_a_loop_that_has_written_is_told() -> None:
         with pytest.raises(errors.DirtyState) as dirty:
             step.run(new=[3], steps=1)
         assert [w.position for w in dirty.value.written] == [0, 3, 6]
+
+
+def test_rounds_of_a_long_loop_share_what_is_told() -> None:
+    session, capacity = Session(chase), 3 * journal.MOST
+    cache = session.allocate("cache", m=capacity)
+    with session.bind(cache=cache) as step:
+        with pytest.raises(errors.CapacityError) as caught:
+            step.run(new=[1], steps=capacity + 1)  # one token behind the other
+        assert caught.value.position == capacity
+        with pytest.raises(errors.DirtyState) as dirty:
+            step.run(new=[1], steps=1)
+    ranges = [(w.position, w.position + w.length) for w in dirty.value.written]
+    assert len(ranges) <= journal.MOST + 1
+    assert ranges[0] == (0, ranges[1][0]) and ranges[0][1] > journal.MOST
+    assert {t for first, end in ranges for t in range(first, end)} == set(range(capacity))
+
+
+def test_ranges_of_rows_are_covered_by_one_length() -> None:
+    step = object()
+    entries = [(step, [4, 0], 2), (step, [1, 7], 1), (step, [1, 7], 1)]
+    assert journal._shared(entries) == [(step, [1, 0], 8)]
+    assert journal._shared([*entries, (step, None, None)]) == [(step, None, None)]
+    other = object()
+    assert journal._shared([(other, 5, 1), *entries, (other, 3, 1)])[0] == (other, 3, 3)
 
 
 def test_a_failure_before_any_write_leaves_the_binding_clean() -> None:
