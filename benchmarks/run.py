@@ -28,6 +28,7 @@ PIECES = {
     "capacity": "capacity.py",
     "quantize": "quantize.py",
     "update": "update.py",
+    "startup": "startup.py --cold",
     "cache_bytes": "cache_bytes.py",
     "decode-2": "decode.py --threads 2 --positions 64 1024 4000",
     "decode-2-long": "decode.py --threads 2 --positions 8000 --no-prompt",
