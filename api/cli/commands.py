@@ -375,7 +375,7 @@ def run(
         if isinstance(given.get(port.name), np.ndarray):
             given[port.name] = values.typed(given[port.name], port.dtype)
     storage = {
-        port.name: _storage(session, port, arguments.pop(port.name, None))
+        port.name: values.storage(session, port, arguments.pop(port.name, None))
         for port in session.mutable_inputs
     }
     if arguments:
@@ -394,11 +394,3 @@ def run(
     for name, array in outputs.items():
         alias = f"  (is {roots[name]})" if name in roots else ""
         print(f"{name}{alias}  {values.describe(array)}")
-
-
-def _storage(session: Any, port: Any, argument: values.CacheArgument | None) -> Any:
-    if argument is not None and argument.path is not None:
-        if argument.path.suffix == values.PAGES:
-            return onnx_inplace.PagedCache.load(argument.path)
-        return values.typed(values.open_cache(argument), port.dtype)
-    return session.allocate(port.name, **(argument.dims if argument is not None else {}))

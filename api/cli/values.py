@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import typer
 
+import onnx_inplace
+
 PAGES = ".pages"
 """Ends the names of files that hold a paged cache."""
 
@@ -134,3 +136,12 @@ def describe(array: Any, limit: int = 6) -> str:
     shown = " ".join(str(x) for x in flat[:limit].tolist())
     more = " ..." if flat.size > limit else ""
     return f"{array.dtype}[{shape}]  {shown}{more}"
+
+
+def storage(session: Any, port: Any, argument: CacheArgument | None) -> Any:
+    """What a mutable input of a session is given: a new array or paged cache, or that of a file."""
+    if argument is not None and argument.path is not None:
+        if argument.path.suffix == PAGES:
+            return onnx_inplace.PagedCache.load(argument.path)
+        return typed(open_cache(argument), port.dtype)
+    return session.allocate(port.name, **(argument.dims if argument is not None else {}))
