@@ -13,13 +13,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
+from pathlib import Path
 
-import decode
-import numpy as np
-import second_decoder
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tutorials" / "smollm2"))
 
-from onnx_inplace import Session, compiler
-from onnx_inplace.compiler import matrices
+import competitors  # noqa: E402
+import decode  # noqa: E402
+import numpy as np  # noqa: E402
+import second_decoder  # noqa: E402
+
+from onnx_inplace import Session, compiler  # noqa: E402
+from onnx_inplace.compiler import matrices  # noqa: E402
+
+MAX_LENGTH = 8192
 
 
 class Second:
@@ -31,7 +39,7 @@ class Second:
         sizes = second_decoder.Sizes()
         self.session = Session(second_decoder.decoder(sizes), threads=threads, fuse="auto")
         caches = {
-            port.name: self.session.allocate(port.name, max_length=decode.MAX_LENGTH)
+            port.name: self.session.allocate(port.name, max_length=MAX_LENGTH)
             for port in self.session.mutable_inputs
         }
         random = np.random.default_rng(0)
@@ -77,9 +85,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     given = parser.parse_args()
 
-    first, second = decode.InPlace("float16", given.threads), Second(given.threads)
-    caches = first.conversation.caches
-    path = decode.generate.compiled(decode.Precision.FAST, "float16")
+    first, second = (
+        competitors.InPlace("float16", given.threads, "auto", MAX_LENGTH),
+        Second(given.threads),
+    )
+    caches = first.caches
+    path = competitors.generate.compiled(competitors.Precision.FAST, "float16")
     reads = {
         first.name: Reads(
             matrices.nbytes(compiler.plan(path).fused), sum(c[:, :, :1].nbytes for c in caches)

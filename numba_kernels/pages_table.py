@@ -38,3 +38,38 @@ def find_unreadable(places, batch, blocks, starts, ends, page_size, addresses, f
             if at < 0 or at >= pages or address[at] == 0 or fill[at] < wanted:
                 return b * blocks + block
     return -1
+
+
+@on_demand("int64(" + ",".join(["int64"] * 8) + ")")
+def find_unready(tables, count, ids, blocks, page_size, low, start, end):
+    """The first of ``count`` page tables in which a sequence cannot grow and be read; -1: none.
+
+    Tokens ``start .. end`` are written, then tokens from ``low`` on are read. The pages of the
+    latter exist, those that are only read have all of their tokens, those that are written are
+    different ones, and have one owner.
+
+    Shapes:
+        tables: (count, 4) int64: addresses of ``address`` (int64), ``fill`` and ``owners`` (int32)
+                of a table whose rows are page ids, and the number of its rows
+        ids:    (blocks) int64, any numbers; 0 <= low <= start < end <= blocks * page_size
+    """
+    pages = carray(int64_at(ids), (blocks,))
+    first, last = start // page_size, (end - 1) // page_size
+    for block in range(first + 1, last + 1):
+        for other in range(first, block):
+            if pages[block] == pages[other]:
+                return 0
+    for k in range(count):
+        table = carray(int64_at(tables + 32 * k), (4,))
+        rows = table[3]
+        address = carray(int64_at(table[0]), (rows,))
+        fill, owners = carray(int32_at(table[1]), (rows,)), carray(int32_at(table[2]), (rows,))
+        for block in range(low // page_size, last + 1):
+            page = pages[block]
+            if page < 0 or page >= rows or address[page] == 0:
+                return k
+            if block < first and fill[page] < page_size:
+                return k
+            if block >= first and owners[page] > 1:
+                return k
+    return -1

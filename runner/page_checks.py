@@ -14,7 +14,9 @@ import numpy as np
 
 from onnx_inplace.compiler import errors, page_checks, page_log, sizes
 from onnx_inplace.compiler.page_checks import Mode, PageAccess
+from onnx_inplace.runner import page_growth
 from onnx_inplace.runner.checks import load
+from onnx_inplace.runner.page_growth import Growth
 from onnx_inplace.runner.page_pieces import Outlook, pieces, reading
 from onnx_inplace.runner.page_store import PageStore
 from onnx_inplace.runner.storage import Array
@@ -40,6 +42,7 @@ class Entry(NamedTuple):
 
 
 Entries = Callable[[Slots], Iterator[Entry]]
+Growing = Callable[[Slots, Mapping[str, PageStore]], bool]
 _NONE = np.zeros(1, np.int64)
 _LOG = 1024  # numbers; a longer log is made again
 
@@ -61,13 +64,16 @@ class Checker:
             return ()
         trace = self._checks.trace
         entries = self._listed(dims) if trace is None else self._traced(trace, dims)
+        grows = self._growing(dims) if trace is None else None
         slot_of = {a.root: self._slot_of[a.root] for a in self._checks.accesses}
         # A list is read off the very values that the steps will use.
         late = {a.root for a in self._checks.accesses if a.late is not None or trace is not None}
 
         def check(slots: Slots) -> None:
             caches = {root: slots[slot] for root, slot in slot_of.items()}
-            play(entries(slots), {root: cache.store for root, cache in caches.items()})
+            stores = {root: cache.store for root, cache in caches.items()}
+            if grows is None or not grows(slots, stores):
+                play(entries(slots), stores)
             for root, cache in caches.items():
                 # what only reads a cache may do so beside a run that has judged nothing
                 cache.store.judged = cache.is_written and root not in late
@@ -86,23 +92,50 @@ class Checker:
             shape = tuple(numbers[3 - access.rank :]) if access.rank else ()
             table.append((access, numbers[0], shape, access.ids, access.positions))
 
-        def numbers_of(operand: page_checks.Operand | None, slots: Slots) -> Array:
-            if operand is None:
-                return _NONE
-            if operand.input is None:
-                return np.array(sizes.numbers(operand.numbers, dims), np.int64)
-            given: Array = slots[self._slot_of[operand.input]]
-            offset = sizes.evaluate(operand.offset, dims)
-            return given + offset if offset else given
-
         def entries(slots: Slots) -> Iterator[Entry]:
             for access, length, shape, ids, positions in table:
-                tables = numbers_of(ids, slots)
+                tables = self._numbers(ids, slots, dims)
                 if tables.shape != shape:
                     tables = tables.reshape(shape)
-                yield Entry(access, length, tables, numbers_of(positions, slots))
+                yield Entry(access, length, tables, self._numbers(positions, slots, dims))
 
         return entries
+
+    def _numbers(
+        self, operand: page_checks.Operand | None, slots: Slots, dims: Mapping[str, int]
+    ) -> Array:
+        if operand is None:
+            return _NONE
+        if operand.input is None:
+            return np.array(sizes.numbers(operand.numbers, dims), np.int64)
+        given: Array = slots[self._slot_of[operand.input]]
+        offset = sizes.evaluate(operand.offset, dims)
+        return given + offset if offset else given
+
+    def _growing(self, dims: Mapping[str, int]) -> Growing | None:
+        """Judges a run at once where all it does is to let one sequence grow; None: it is not so.
+
+        The function says whether the run is right; else it has to be played.
+        """
+        assert self._checks is not None
+        accesses = list(_certain(self._checks.accesses))
+        roots = page_growth.roots_of(accesses)
+        if not roots or len(accesses) < len(self._checks.accesses):
+            return None
+        write, read = accesses[:2]
+        growth = Growth(len(roots), sizes.evaluate(write.length or 0, dims), read.left)
+
+        def judge(slots: Slots, stores: Mapping[str, PageStore]) -> bool:
+            ids, position, length = (
+                self._numbers(operand, slots, dims)
+                for operand in (write.ids, write.positions, read.positions)
+            )
+            if position.size != 1 or length.size != 1 or not ids.flags.c_contiguous:
+                return False
+            ordered = [stores[root] for root in roots]
+            return growth.allowed(ordered, ids.reshape(-1), position.item(), length.item())
+
+        return judge
 
     def _traced(self, trace: page_checks.Trace, dims: Mapping[str, int]) -> Entries:
         """Entries of a log that a model writes."""

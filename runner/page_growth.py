@@ -1,0 +1,72 @@
+"""The usual run over pages, judged in one call: one sequence grows in all caches, and is read.
+
+Every layer of a decoder writes the same tokens into the same pages, each of a cache of its own, and
+reads the sequence from there. What is not so, or would be refused, is left to
+``page_checks.play``, which also says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from onnx_inplace.compiler.page_checks import Mode, PageAccess
+from onnx_inplace.numba_kernels import pages_table
+from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.runner.page_store import PageStore
+from onnx_inplace.runner.page_table import DenseIds
+from onnx_inplace.runner.storage import Array
+
+
+def roots_of(accesses: Sequence[PageAccess]) -> tuple[str, ...]:
+    """The caches in which accesses let one sequence grow, and read it; empty: they do other things.
+
+    All accesses have the ids of the first one, all writes its positions and length, all reads the
+    lengths and the window of the second one.
+    """
+    pairs = list(zip(accesses[::2], accesses[1::2], strict=False))
+    if not pairs or len(accesses) % 2:
+        return ()
+    for write, read in pairs:
+        if (write.mode, read.mode) != (Mode.WRITE, Mode.READ) or write.root != read.root:
+            return ()
+        if _what(write) != _what(pairs[0][0]) or _what(read) != _what(pairs[0][1]):
+            return ()
+    write, read = pairs[0]
+    if (read.ids, read.length, read.rank) != (write.ids, write.length, 1) or write.rank != 1:
+        return ()
+    roots = tuple(write.root for write, _ in pairs)
+    return roots if len(set(roots)) == len(roots) else ()
+
+
+def _what(access: PageAccess) -> tuple[object, ...]:
+    return access.ids, access.rank, access.positions, access.length, access.blocks, access.left
+
+
+class Growth:
+    """Judges such runs of one binding. Knows where the page tables are until they move."""
+
+    def __init__(self, roots: int, tokens: int, left: int):
+        """For so many caches; ``tokens`` are written, and look back at ``left`` more; -1: all."""
+        self._tokens, self._left = tokens, left
+        self._seen: list[object] = [None] * roots
+        self._tables = np.zeros((roots, 4), np.int64)
+        self._find = pages_table.find_unready.ready()
+
+    def allowed(self, stores: Sequence[PageStore], ids: Array, position: int, length: int) -> bool:
+        """Whether all tokens can be written and read, and no page has to be made."""
+        page_size, end = stores[0].page_size, position + self._tokens
+        if not self._tokens or position < 0 or length != end or end > len(ids) * page_size:
+            return False
+        for k, store in enumerate(stores):
+            table = store.table
+            if table.places is not self._seen[k]:  # a new tuple whenever the arrays are new
+                if not isinstance(table.ids, DenseIds) or store.page_size != page_size:
+                    return False
+                places = table.places[0], table.places[2], address(table.owners)
+                self._tables[k] = *places, len(table.address)
+                self._seen[k] = table.places
+        low = 0 if self._left < 0 else max(position - self._left, 0)
+        arguments = address(ids), len(ids), page_size, low, position, end
+        return bool(self._find(address(self._tables), len(stores), *arguments) < 0)

@@ -1,0 +1,102 @@
+"""A run that lets one sequence grow is judged at once, and as the long way judges it."""
+
+import numpy as np
+import pytest
+
+from onnx_inplace.compiler import errors
+from onnx_inplace.compiler.page_checks import Mode, Operand, PageAccess
+from onnx_inplace.runner import page_growth
+from onnx_inplace.runner.page_growth import Growth
+from onnx_inplace.runner.page_pieces import Outlook, pieces, reading
+from onnx_inplace.runner.pages import PagedCache
+
+PAGE, DIMS = 16, (2, 1, 16, 32)
+
+
+def random_cache(random):
+    """Up to six pages: some are freed, not full, or of two owners."""
+    cache = PagedCache(DIMS, np.float32)
+    for page in range(random.integers(3, 7)):
+        cache.allocate_page("FLOAT32")
+        fill = PAGE if random.random() < 0.8 else random.integers(0, PAGE)
+        cache.write(page, np.ones((2, 1, fill, 32), np.float32), 0)
+        if random.random() < 0.05:
+            cache.share(page)
+    if random.random() < 0.1 and cache.store.table.owners[0] == 1:
+        cache.free(0)
+    return cache
+
+
+def played(store, ids, position, tokens, length, left):
+    """Whether the long way accepts the run, and makes no page."""
+    outlook = Outlook(store)
+    try:
+        outlook.update(pieces("cache", ids, np.array([position]), tokens, PAGE), None)
+        outlook.read(reading(store, ids, np.array([length]), tokens, left))
+    except (errors.PageError, errors.CapacityError):
+        return False
+    return True
+
+
+def test_the_verdict_is_that_of_the_long_way():
+    random, found = np.random.default_rng(2), {True: 0, False: 0}
+    for _ in range(600):
+        caches = [random_cache(random) for _ in range(2)]
+        ids = random.permutation(7)[: random.integers(1, 6)] - (random.random() < 0.1)
+        tokens, left = int(random.integers(1, 20)), int(random.choice([-1, -1, 0, 20]))
+        position = int(random.integers(-1, PAGE * len(ids)))
+        growth = Growth(2, tokens, left)
+        stores = [cache.store for cache in caches]
+        expected = all(played(s, ids, position, tokens, position + tokens, left) for s in stores)
+        assert growth.allowed(stores, ids, position, position + tokens) == expected
+        found[expected] += 1
+    assert min(found.values()) > 100
+
+
+def test_a_run_that_reads_another_length_is_judged_the_long_way():
+    cache = PagedCache(DIMS, np.float32)
+    cache.allocate_page("FLOAT32")
+    growth = Growth(1, 2, -1)
+    assert growth.allowed([cache.store], np.array([0]), 0, 2)
+    assert not growth.allowed([cache.store], np.array([0]), 0, 1)
+
+
+def test_a_table_of_pages_that_grows_is_looked_at_again():
+    cache = PagedCache(DIMS, np.float32)
+    growth, ids = Growth(1, 1, -1), np.array([20])
+    assert not growth.allowed([cache.store], ids, 0, 1)
+    for _ in range(21):
+        cache.allocate_page("FLOAT32")
+    assert growth.allowed([cache.store], ids, 0, 1)
+
+
+def access(mode, root="a", ids="table", position="p", offset=0, left=-1, rank=1):
+    where = Operand(position, offset)
+    return PageAccess(0, mode, root, None, None, rank, Operand(ids), where, 1, 1, 4, None, left)
+
+
+GROWS = [access(Mode.WRITE), access(Mode.READ, offset=1)]
+
+
+@pytest.mark.parametrize(
+    "accesses",
+    [
+        [],
+        GROWS[:1],
+        GROWS[::-1],
+        [*GROWS, *GROWS],
+        [GROWS[0], access(Mode.READ, "b", offset=1)],
+        [GROWS[0], access(Mode.READ, ids="other")],
+        [*GROWS, access(Mode.WRITE, "b"), access(Mode.READ, "b", offset=1, left=5)],
+        [*GROWS, access(Mode.WRITE, "b", position="q"), access(Mode.READ, "b", offset=1)],
+        [access(Mode.WRITE, rank=2), access(Mode.READ, offset=1, rank=2)],
+        [access(Mode.CONVERT), GROWS[1]],
+    ],
+)
+def test_other_runs_are_no_growth(accesses):
+    assert page_growth.roots_of(accesses) == ()
+
+
+def test_a_decoder_of_several_layers_is_growth():
+    second = [access(Mode.WRITE, "b"), access(Mode.READ, "b", offset=1)]
+    assert page_growth.roots_of([*GROWS, *second]) == ("a", "b")
