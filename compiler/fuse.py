@@ -23,6 +23,7 @@ from onnx_inplace.compiler import (
     lifetimes,
     partition,
     patterns,
+    rewriting,
     sizes,
 )
 from onnx_inplace.compiler.attributes import values as attributes_of
@@ -194,7 +195,9 @@ class _Region:
         )
         values = tuple(self.value(v) for v in self.index)
         leaving = frozenset(link.value for link in outputs)
-        joined = patterns.join(operations, values, leaving)
+        opset = self.planner.opsets.get("", 1)
+        named = rewriting.rewrite(operations, values, leaving, opset)
+        joined = patterns.join(named, values, leaving)
         return Fused(values, tuple(joined), inputs, outputs, len(self.nodes))
 
     def operation(self, node: ir.Node) -> Operation:

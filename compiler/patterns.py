@@ -1,4 +1,6 @@
-"""Several operations that mean one: recognised by structure, in fused steps.
+"""Several operations that are done as one: products and what follows them, in fused steps.
+
+What a graph writes in several nodes is one operation already (``rewriting``).
 
 * ``MatMulNBits(x) + ReduceSum(Reshape(x)) @ remainder``: 4-bit weights whose blocks have a minimum
   of their own. One product with exact minima.

@@ -55,6 +55,8 @@ class Checker:
         self._checks, self._slot_of = checks, slot_of
         self._session = None
         self._log = _LOG
+        if checks is not None:
+            page_growth.ready()
         if checks is not None and checks.trace is not None:
             self._session = load(checks.trace.model)
 

@@ -19,6 +19,11 @@ from onnx_inplace.runner.page_table import DenseIds
 from onnx_inplace.runner.storage import Array
 
 
+def ready() -> None:
+    """Compile what judging needs, so that no run has to."""
+    pages_table.find_unready.ready()
+
+
 def roots_of(accesses: Sequence[PageAccess]) -> tuple[str, ...]:
     """The caches in which accesses let one sequence grow, and read it; empty: they do other things.
 

@@ -43,12 +43,20 @@ WEIGHTS = {
     "cos3": np.cos(ANGLES[None, 3:6]).astype(np.float32),
     "sin3": np.sin(ANGLES[None, 3:6]).astype(np.float32),
     **{f"n{n}": np.float32(n) for n in (1, 2, 3, 5)},
-    **{f"i{n}": np.array([n]) for n in (0, 1, 2, 100)},
+    **{f"i{n}": np.array([n]) for n in (0, 1, 2, 3, 8, 100)},
     "half_of": np.float32(0.5),
+    "root2": np.float32(2**0.5),
+    "root_half": np.float32(0.5**0.5),
+    "small": np.float32(0.044715),
+    "factor": np.float32((2 / np.pi) ** 0.5),
+    "epsilon": np.float32(1e-5),
     "tenth": np.float32(0.1),
     "minus": np.array([-1]),
     "one": np.array(1),
     "two_axes": np.array([0, 2]),
+    "heads": np.array([1, 3, 3, 16]),
+    "cos16": np.cos(np.tile(ANGLES[3:6], 2))[None, None].astype(np.float32),
+    "sin16": np.sin(np.tile(ANGLES[3:6], 2))[None, None].astype(np.float32),
     "parts": np.array([20, 28]),
     "shape": np.array([4, 36]),
 }
@@ -130,7 +138,7 @@ def halves(packed):
 
 
 CODES4, ZEROS4 = halves(WEIGHTS["codes4"]), halves(WEIGHTS["zeros4"])[..., 0]
-SKIP = "skip = Tanh (x) small = Mul (bias, tenth) "
+SKIP = "skip = Tanh (x) added = Mul (bias, tenth) "
 ROTARY = "y = com.microsoft.RotaryEmbedding"
 
 CASES = {
@@ -200,12 +208,12 @@ CASES = {
     ),
     "skip layer norm": Case(
         SKIP + "z, , , t = com.microsoft.SkipLayerNormalization"
-        " (x, skip, scale, scale, small) y = Add (z, t)",
+        " (x, skip, scale, scale, added) y = Add (z, t)",
         lambda x: skipped(x, W["bias"], centered=True),
     ),
     "skip rms norm": Case(
         SKIP + "z, , , t = com.microsoft.SkipSimplifiedLayerNormalization"
-        " (x, skip, scale, small) y = Add (z, t)",
+        " (x, skip, scale, added) y = Add (z, t)",
         lambda x: skipped(x, W["bias"], centered=False),
     ),
     "rotary": Case(
@@ -221,6 +229,12 @@ CASES = {
     "microsoft rotary from a position": Case(
         ROTARY + " <num_heads = 3, interleaved = 1> (x, first, cos, sin)",
         lambda x: turned(x, [7, 8, 9], interleaved=True),
+    ),
+    "rotary by slices": Case(
+        "h = Reshape (x, heads) t = Transpose <perm = [0, 2, 1, 3]> (h)"
+        " a = Slice (t, i0, i8, i3) b = Slice (t, i8, i100, i3) n = Neg (b)"
+        " u = Concat <axis = 3> (n, a) v = Mul (u, sin16) w = Mul (t, cos16) y = Add (w, v)",
+        lambda x: turned(x, [3, 4, 5]).reshape(1, ROWS, 3, 16).transpose(0, 2, 1, 3),
     ),
     "sum": Case("y = ReduceSum (x, minus)", lambda x: x.sum(-1, keepdims=True)),
     "sum of a middle axis": Case("y = ReduceSum <keepdims = 0> (x, i1)", lambda x: x.sum(1)),

@@ -7,7 +7,7 @@ import numpy as np
 from onnx_inplace.compiler.fused import Operation
 from onnx_inplace.numba_kernels import floats, layout
 from onnx_inplace.numba_kernels.fused import elementwise as arithmetic
-from onnx_inplace.numba_kernels.fused import norms, quantize
+from onnx_inplace.numba_kernels.fused import halves, norms, quantize
 from onnx_inplace.numba_kernels.fused import rotary as turning
 from onnx_inplace.numba_kernels.fused.elementwise import Two
 from onnx_inplace.numba_kernels.memory import address
@@ -152,3 +152,32 @@ def rotary(b: Builder, o: Operation) -> None:
     )
     b.emit(turning.rotary, block, [source, cos, sin], [output])
     written()
+
+
+@template(halves.turn)
+def turn(b: Builder, o: Operation) -> None:
+    """``Turn`` of ``compiler.rewrite_rules``: a rotation by tables of whole heads."""
+    x, cos, sin = (_in_rows(b, b.array(k)) for k in o.inputs)
+    target, written = b.writing(o.outputs[0])
+    batch, heads, tokens, size = x.shape
+    steps = [np.broadcast_to(a, x.shape).strides[:3] for a in (x, target, cos, sin)]
+    block = halves.Turn(
+        address(x),
+        address(target),
+        address(cos),
+        address(sin),
+        batch,
+        heads,
+        tokens,
+        size // 2,
+        *(step for strides in steps for step in strides),
+    )
+    b.emit(halves.turn, block, [x, cos, sin], [target])
+    written()
+
+
+def _in_rows(b: Builder, array: Array) -> Array:
+    """Float32 whose last axis lies side by side."""
+    if array.dtype == np.float32 and array.strides[-1] == 4:
+        return array
+    return b.contiguous(array)

@@ -56,6 +56,7 @@ _templates: dict[tuple[str, str], Write] = {
     (_MICROSOFT, "SkipSimplifiedLayerNormalization"): rows.skip_norm,
     ("", "RotaryEmbedding"): rows.rotary,
     (_MICROSOFT, "RotaryEmbedding"): rows.rotary,
+    (fused.DOMAIN, "Turn"): rows.turn,
     **{("", name): reducing.reduce for name in reducing.REDUCTIONS},
     ("", "Softmax"): reducing.softmax,
     ("", "ArgMax"): reducing.argmax,
