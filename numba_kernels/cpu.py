@@ -65,8 +65,11 @@ def runnable() -> list[Path]:
 def choose(wanted: str = AUTO) -> Path:
     """The path of that name; "auto": what the environment says, else the best one.
 
+    A process compiles for one CPU, so it has the best path of that CPU, and the portable one.
+
     Raises:
-        ValueError: there is no such path, or this CPU cannot run it.
+        ValueError: there is no such path, this CPU cannot run it, or this process does not compile
+            for it.
     """
     name, source = wanted, f"kernels={wanted!r}"
     if name == AUTO:
@@ -83,6 +86,11 @@ def choose(wanted: str = AUTO) -> Path:
         raise ValueError(
             f"{source} needs {', '.join(lacking)}: the CPU has it not, or numba may not use it. "
             f"Here are {known}."
+        )
+    if path not in (Path.PORTABLE, paths[-1]):
+        raise ValueError(
+            f"{source}: this process compiles for {paths[-1].name.lower()}; start it with "
+            f"{VARIABLE}={name}, and without NUMBA_CPU_FEATURES, for other kernels."
         )
     return path
 

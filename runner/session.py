@@ -29,6 +29,7 @@ from onnx_inplace.runner.storage import Array, Interval
 
 Source = loader.Source
 Fusing = Literal["auto", "off", "decode-only"]
+Kernels = Literal["auto", "portable", "avx2", "avx512"]
 
 
 class Session:
@@ -48,7 +49,14 @@ class Session:
         threads: of onnxruntime and of parallel kernels.
     """
 
-    def __init__(self, source: Source, *, threads: int = 1, fuse: Fusing = "auto"):
+    def __init__(
+        self,
+        source: Source,
+        *,
+        threads: int = 1,
+        fuse: Fusing = "auto",
+        kernels: Kernels = "auto",
+    ):
         """Load a model.
 
         Args:
@@ -59,11 +67,16 @@ class Session:
                 compiled kernels each, where a run has few rows, as when a decoder makes one token;
                 "off" never does; "decode-only" loads nothing else, and refuses runs of other
                 shapes.
+            kernels: "portable" takes those that run on every CPU, "avx2" and "avx512" those that
+                name such instructions; "auto" what ``ONNX_INPLACE_KERNELS`` says, else the best
+                that this CPU has. A process compiles for one CPU: where that has AVX-512, only the
+                variable can ask for "avx2".
 
         Raises:
             errors.ContractError: the file does not keep its contract.
             errors.UnsupportedOperator: an operator, or a type of it, has no kernel.
-            errors.BindingError: ``fuse="decode-only"``, and nothing of the model can be fused.
+            errors.BindingError: ``fuse="decode-only"``, and nothing of the model can be fused; or
+                this process cannot run such ``kernels``.
         """
         if operator.index(threads) < 1:
             raise errors.BindingError(f"threads is {threads}: at least 1 is needed.", "threads")
@@ -93,7 +106,7 @@ class Session:
         self.outputs_type = outputs.outputs_type([name for name, _, _ in self.results])
         self._slot_of = {port.name: slot for slot, port in ports}
         path = Path(source) if isinstance(source, str | os.PathLike) else None
-        settings = Settings(threads=threads, fuse=Fuse(fuse), kernels=_kernels())
+        settings = Settings(threads=threads, fuse=Fuse(fuse), kernels=_path(kernels))
         self._engine = execute.Engine(self.plan, settings, path)
         self.prechecks = checks.Prechecks(self.checks, self._slot_of)
         self.page_checks = page_checks.Checker(self.checks.pages, self._slot_of)
@@ -209,9 +222,9 @@ class Session:
         return at >= 0 and self._kept[at].overlaps(mine)
 
 
-def _kernels() -> cpu.Path:
+def _path(kernels: str) -> cpu.Path:
     try:
-        return cpu.choose()
+        return cpu.choose(kernels)
     except ValueError as error:
         raise errors.BindingError(str(error), "kernels") from None
 

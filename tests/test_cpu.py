@@ -7,6 +7,8 @@ import sys
 import pytest
 from numba.core import config
 
+from onnx_inplace import Session, errors
+from onnx_inplace.dsl import FLOAT, model, op
 from onnx_inplace.numba_kernels import cpu
 from onnx_inplace.numba_kernels.cpu import Path
 
@@ -38,12 +40,25 @@ def test_auto_is_the_best_that_the_cpu_has(machine, features, best):
     assert cpu.runnable() == list(Path)[: best + 1]
 
 
-@pytest.mark.parametrize("path", Path)
-def test_a_name_chooses_before_the_environment_does(machine, monkeypatch, path):
+@pytest.mark.parametrize("features", [AVX2, AVX512])
+def test_a_name_chooses_before_the_environment_does(machine, monkeypatch, features):
+    machine(features)
+    best = cpu.runnable()[-1]
+    monkeypatch.setenv(cpu.VARIABLE, "portable")
+    assert cpu.choose() is Path.PORTABLE
+    assert cpu.choose(best.name.lower()) is best
+    monkeypatch.setenv(cpu.VARIABLE, best.name.lower())
+    assert cpu.choose("portable") is Path.PORTABLE
+    assert cpu.choose() is best
+
+
+def test_one_process_has_no_kernels_of_two_cpus(machine, monkeypatch):
     machine(AVX512)
-    monkeypatch.setenv(cpu.VARIABLE, "avx2")
-    assert cpu.choose() is Path.AVX2
-    assert cpu.choose(path.name.lower()) is path
+    with pytest.raises(ValueError, match=f"compiles for avx512; start it with {cpu.VARIABLE}=avx2"):
+        cpu.choose("avx2")
+    monkeypatch.setenv(cpu.VARIABLE, "avx2")  # numba was told otherwise before
+    with pytest.raises(ValueError, match="NUMBA_CPU_FEATURES"):
+        cpu.choose()
 
 
 def test_what_the_cpu_lacks_is_named(machine):
@@ -58,6 +73,25 @@ def test_other_names_are_refused(machine, monkeypatch, name):
     monkeypatch.setenv(cpu.VARIABLE, name)
     with pytest.raises(ValueError, match=f"{cpu.VARIABLE}={name}.*auto, portable, avx2"):
         cpu.choose()
+
+
+@model
+def negative(x: FLOAT[2]) -> FLOAT[2]:
+    return op.Neg(x)
+
+
+@pytest.mark.parametrize("name", ["sse", "", None])
+def test_a_session_says_which_argument_is_wrong(name):
+    with pytest.raises(errors.BindingError) as caught:
+        Session(negative, kernels=name)
+    assert caught.value.name == "kernels" and "portable" in str(caught.value)
+
+
+def test_a_session_takes_the_kernels_that_it_is_told(monkeypatch):
+    monkeypatch.delenv(cpu.VARIABLE, raising=False)
+    best = cpu.runnable()[-1]
+    for name, path in [("portable", Path.PORTABLE), (best.name.lower(), best), ("auto", best)]:
+        assert Session(negative, kernels=name)._engine._settings.kernels is path
 
 
 PROGRAM = """

@@ -1,6 +1,7 @@
 """The tutorial's decoder against float32 numpy, on the real weights."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -263,3 +264,26 @@ def test_a_chat_goes_on_in_the_same_caches(tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout and "sea" in done.stdout.lower()
     assert "The caches are full: 96 tokens" in done.stdout or done.stdout.endswith("> \n")
+
+
+def test_a_kept_decoder_is_made_again_when_what_makes_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Program:
+        def save(self, path: Path) -> None:
+            made.append(path.write_text("model"))
+
+    made: list[int] = []
+    source = tmp_path / "compiler" / "emitter.py"
+    source.parent.mkdir()
+    source.touch()
+    assert {"compiler", "dsl", "smollm2"} <= {maker.name for maker in generate.MAKERS}
+    monkeypatch.setattr(generate, "MAKERS", [source.parent])
+    monkeypatch.setattr(generate.weights, "read", lambda *arguments: None)
+    monkeypatch.setattr(generate, "decoder", lambda *arguments: Program())
+    for _ in range(2):
+        path = generate.compiled(Precision.FAST, "float32", tmp_path)
+    assert len(made) == 1
+    os.utime(source, (path.stat().st_mtime + 1, path.stat().st_mtime + 1))
+    generate.compiled(Precision.FAST, "float32", tmp_path)
+    assert len(made) == 2

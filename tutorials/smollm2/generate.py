@@ -11,7 +11,7 @@ from decoder import Precision, decoder
 from numpy.typing import NDArray
 from paged_decoder import paged_decoder
 
-from onnx_inplace import Session
+from onnx_inplace import Session, compiler, dsl
 from onnx_inplace.dsl import FLOAT, FLOAT16
 from onnx_inplace.runner.outputs import Outputs
 
@@ -19,15 +19,16 @@ ELEMENTS = {"float32": FLOAT, "float16": FLOAT16}
 PAGED = "paged"
 SOURCES = Path(__file__).parent
 FOLDER = SOURCES.parents[1] / "build" / "smollm2"
+MAKERS = [SOURCES, *map(Path, (*compiler.__path__, *dsl.__path__))]  # folders
 
 
 def compiled(precision: Precision, element: str, folder: Path = FOLDER) -> Path:
-    """The decoder as a file, compiled when it is missing or older than these sources.
+    """The decoder as a file, compiled when it is missing or older than what it is made by.
 
     Its caches have elements of type ``element``; or pages, where that is ``PAGED``.
     """
     path = folder / f"{precision.name.lower()}-{element}.onnx"
-    changed = max(source.stat().st_mtime for source in SOURCES.glob("*.py"))
+    changed = max(file.stat().st_mtime for maker in MAKERS for file in maker.glob("*.py"))
     if not path.exists() or path.stat().st_mtime < changed:
         folder.mkdir(parents=True, exist_ok=True)
         content = weights.read(SMOLLM2_135M, weights.gguf_path())
