@@ -30,10 +30,12 @@ PIECES = {
     "update": "update.py",
     "startup": "startup.py --cold",
     "cache_bytes": "cache_bytes.py",
-    "decode-2": "decode.py --threads 2 --positions 64 1024 4000",
-    "decode-2-long": "decode.py --threads 2 --positions 8000 --no-prompt",
-    "decode-1": "decode.py --threads 1 --positions 64 1024 --fuse auto",
-    "decode-1-long": "decode.py --threads 1 --positions 4000 8000 --fuse auto --no-prompt",
+    "decode-2": "decode.py --threads 2 --positions 64 1024 --no-prompt",
+    "decode-2-long": "decode.py --rounds 2 --threads 2 --positions 4000 8000 --no-prompt",
+    "prompt-2": "decode.py --threads 2 --positions",
+    "decode-1": "decode.py --threads 1 --positions 64 1024 --fuse auto --no-prompt",
+    "decode-1-long": "decode.py --threads 1 --positions 4000 --fuse auto --no-prompt --rounds 2",
+    "decode-1-longest": "decode.py --threads 1 --positions 8000 --fuse auto --no-prompt --rounds 2",
 }
 """Programs with their options, by the name of the file that they write."""
 
