@@ -35,7 +35,8 @@ PIECES = {
     "prompt-2": "decode.py --threads 2 --positions",
     "decode-1": "decode.py --threads 1 --positions 64 1024 --fuse auto --no-prompt",
     "decode-1-long": "decode.py --threads 1 --positions 4000 --fuse auto --no-prompt --rounds 2",
-    "decode-1-longest": "decode.py --threads 1 --positions 8000 --fuse auto --no-prompt --rounds 2",
+    "decode-1-longest": "decode.py --threads 1 --positions 8000 --fuse auto --no-prompt --rounds 2"
+    " --peers onnxruntime-genai",
 }
 """Programs with their options, by the name of the file that they write."""
 

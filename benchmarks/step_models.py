@@ -78,6 +78,20 @@ def page_writer(
     return session.allocate("cache"), session
 
 
+def update(heads: int, size: int) -> Program:
+    """One CacheUpdate."""
+
+    @model
+    def append(
+        cache: Mutable[FLOAT[1, heads, "capacity", size]],
+        values: FLOAT[1, heads, "length", size],
+        position: INT64[()],
+    ) -> Alias["cache"]:
+        return kv.CacheUpdate(cache, values, position)
+
+    return append
+
+
 def updates(layers: int, heads: int, size: int) -> Program:
     """One CacheUpdate a layer, all at one position."""
     Caches = tuple[(Mutable[FLOAT[1, heads, "capacity", size]],) * layers]

@@ -130,11 +130,11 @@ def main(arguments: list[str] | None = None) -> bool:
     times = timing.interleaved(low, given.rounds, given.calls)
     timing.report(f"One token of {HEADS} heads of {SIZE} float32, written by", times)
 
-    session, position = Session(step_models.updates(1, HEADS, SIZE)), np.array(POSITION)
+    session, position = Session(step_models.update(HEADS, SIZE)), np.array(POSITION)
     high: dict[str, Call] = {"onnxruntime session.run, a model of one Neg": one_node()}
     for capacity, name in names.items():
-        step = session.bind(caches=[committed(capacity)])
-        high[f"step.run, {name}"] = lambda s=step: s.run(values=[values], position=position)
+        step = session.bind(cache=committed(capacity))
+        high[f"step.run, {name}"] = lambda s=step: s.run(values=values, position=position)
         cache = committed(capacity)
         bound = peer.tensor_scatter(cache, values, POSITION, 1, in_place=True)
         high[f"onnxruntime TensorScatter bound in place, {name}"] = bound
