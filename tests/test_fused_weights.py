@@ -41,6 +41,7 @@ def reads(monkeypatch):
 @pytest.fixture(autouse=True)
 def settled(monkeypatch):
     monkeypatch.setattr(sources, "SETTLED", -(10**9))
+    monkeypatch.setattr(weights, "_WORTH_A_FILE", 1)
     monkeypatch.delenv("ONNX_INPLACE_FUSED", raising=False)
 
 
@@ -240,7 +241,6 @@ def test_no_file_where_none_is_wanted(value, model, monkeypatch):
 
 def test_a_folder_for_all_files(model, tmp_path, monkeypatch, reads):
     folder = tmp_path / "elsewhere"
-    folder.mkdir()
     monkeypatch.setenv("ONNX_INPLACE_FUSED", str(folder))
     assert check(model).mapped and not file_of(model).exists()
     assert len(list(folder.iterdir())) == 1
@@ -259,6 +259,12 @@ def test_a_model_in_memory_has_no_file(tmp_path, monkeypatch):
     session = Session(decoder(SHAPE), fuse="auto")
     assert not session._engine.fused.weights.mapped
     assert not list(tmp_path.iterdir())
+
+
+def test_a_small_model_has_no_file(model, monkeypatch):
+    monkeypatch.undo()
+    assert not check(model).mapped
+    assert not file_of(model).exists()
 
 
 def test_nothing_is_made_without_fused_steps(model):

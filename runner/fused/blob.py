@@ -124,6 +124,7 @@ def write(
     head = Head(key, outline, tuple(stamps), tuple(parts), data.size, digest(data), now, VERSION)
     text = json.dumps(dataclasses.asdict(head)).encode()
     start = _START.pack(_MAGIC, len(text), bytes.fromhex(digest(text)))
+    path.parent.mkdir(parents=True, exist_ok=True)
     with weights.replacing(path.parent) as (file, rename):
         file.write(start + text)
         file.write(bytes(_begin(len(text)) - file.tell()))

@@ -3,8 +3,8 @@
 The copies of all products are one piece of memory. Where the model has a path they are a file
 beside it, ``M.onnx.fused``, which the next session of any process maps; it is made again when it is
 missing, damaged, or of other weights. ``ONNX_INPLACE_FUSED`` names a folder for such files, or is
-``0``: then each session makes its own copies in memory, as it does of models without a path and in
-folders that cannot be written.
+``0``: then each session makes its own copies in memory, as it does of small models, of models
+without a path, and in folders that cannot be written.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from onnx_inplace.runner.fused.buffers import aligned
 from onnx_inplace.runner.fused.matrices import Packed, Unpacked
 
 _VARIABLE = "ONNX_INPLACE_FUSED"
+_WORTH_A_FILE = 1 << 20  # [bytes] of weights: fewer are repacked before anyone notices
 
 Part = dict[str, Any]
 """Of one product, for a head of a file: its layout, and where data and bias begin; or why not."""
@@ -83,7 +84,8 @@ def load(fusion: Fusion, model: Path | None = None) -> Weights:
         model: the file of the model; None: it has none.
     """
     products = tuple(compiled.distinct(fusion))
-    path = None if model is None or not products else _place(model)
+    size = sum(t.nbytes for p in products for t in p.every if t is not None)
+    path = None if model is None or size < _WORTH_A_FILE else _place(model)
     if path is None:
         return Weights(products, *_make(products), mapped=False)
     given = sources.of(products)
@@ -95,11 +97,12 @@ def load(fusion: Fusion, model: Path | None = None) -> Weights:
         key = found.head.key if proven else given.key()
         if key == found.head.key and _fit(found, products):
             if found.touched or (given.stamps and not proven):  # the next time will be quick
-                found = _keep(path, key, given, found.head.parts, found.data) or found
+                again = _keep(path, key, given, found.head.parts, found.data)
+                found = again if again is not None and _fit(again, products) else found
             return Weights(products, found.head.parts, found.data, mapped=True)
     parts, data = _make(products)
     found = _keep(path, key or given.key(), given, parts, data)
-    if found is None:
+    if found is None or not _fit(found, products):
         return Weights(products, parts, data, mapped=False)
     return Weights(products, found.head.parts, found.data, mapped=True)
 
