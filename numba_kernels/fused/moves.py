@@ -1,6 +1,6 @@
 """Kernels that move elements: copies with strides and conversion, rows by index, tokens of a cache.
 
-One thread does each of them (``interpreter.FIRST``): they are short.
+One thread does each of them (``interpreter.FIRST``), but for ``widening``: they are short.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from onnx_inplace.numba_kernels.floats import (
     uint16_at,
     widen,
 )
-from onnx_inplace.numba_kernels.fused.kernel import KERNEL, reader
+from onnx_inplace.numba_kernels.fused.kernel import KERNEL, reader, share
 from onnx_inplace.numba_kernels.memory import copy, kernel, load_int32, load_int64, on_demand
 
 AXES = 6
@@ -95,6 +95,19 @@ def move_block(
     axes = [(1, items[0], items[1])] * (AXES - len(axes)) + axes
     numbers = [n for part in zip(*axes, strict=True) for n in part]
     return Move(source, target, *kinds, item, *numbers)
+
+
+class Widen(NamedTuple):
+    """``target = source`` for ``number`` float16 or bfloat16 (``kind``), as float32.
+
+    Threads share ``units`` of neighbouring numbers.
+    """
+
+    source: int
+    target: int
+    number: int
+    kind: int
+    units: int  # divides the number
 
 
 class Rows(NamedTuple):
@@ -172,6 +185,7 @@ class Begin(NamedTuple):
 
 
 _read_move, _read_rows, _read_tokens = reader(Move), reader(Rows), reader(Tokens)
+_read_widen = reader(Widen)
 _read_attend, _read_begin = reader(Attend), reader(Begin)
 
 
@@ -241,6 +255,15 @@ def move(arguments, thread, threads):
                     t = x.target + i0 * x.t0 + i1 * x.t1 + i2 * x.t2 + i3 * x.t3
                     for i4 in range(x.d4):
                         _line(x, t + i4 * x.t4, s + i4 * x.s4)
+
+
+@kernel(KERNEL)
+def widening(arguments, thread, threads):
+    """A :class:`Widen`."""
+    x = _read_widen(arguments)
+    first, last = share(x.units, thread, threads)
+    each = x.number // x.units
+    widen(x.target + 4 * first * each, (last - first) * each, x.source + 2 * first * each, x.kind)
 
 
 @kernel(KERNEL)

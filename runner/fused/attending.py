@@ -12,6 +12,7 @@ from onnx_inplace.numba_kernels.fused import attending, moves
 from onnx_inplace.numba_kernels.memory import OnDemand, address
 from onnx_inplace.runner import attend, operators_attention
 from onnx_inplace.runner.actions import Array, Settings
+from onnx_inplace.runner.fused import heads
 from onnx_inplace.runner.fused.buffers import aligned
 from onnx_inplace.runner.fused.table import Bound, Builder, NotFused
 from onnx_inplace.runner.fused.template import Loading, template
@@ -24,6 +25,7 @@ def _kernels(loading: Loading, o: Operation) -> Iterator[OnDemand]:
     fast = _ready(shape, loading.portable)
     yield from (moves.begin, moves.attend)
     if fast.decode is not None:
+        yield from heads.KERNELS
         yield specialise.specialise(attending, *dataclasses.astuple(shape)).attend
 
 
@@ -69,7 +71,8 @@ def attention(b: Builder, o: Operation) -> None:
         rows = problem.batch * problem.kv_heads
         space = b.lasting(aligned(decode.workspace_size(rows, SPLITS, b.threads)))
         block = decode.Attend(address(facts), *places, address(space), address(b.control), SPLITS)
-        b.emit(decode.attend, block, reads, [target], first=False, growing=growing)
+        units = problem.kv_heads if problem.batch == 1 else 0
+        b.emit(decode.attend, block, reads, [target], first=False, growing=growing, units=units)
         return
     kernel, size = kernels.other(problem, b.threads)
     space = b.lasting(aligned(16 + size + 64))

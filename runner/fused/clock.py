@@ -11,7 +11,7 @@ from onnx_inplace.numba_kernels.fused import interpreter
 from onnx_inplace.numba_kernels.fused.product import Product
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner.actions import Array
-from onnx_inplace.runner.fused.table import Instruction
+from onnx_inplace.runner.fused.instruction import Instruction
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,9 +20,10 @@ from onnx_inplace.numba_kernels.fused import interpreter, moves
 from onnx_inplace.numba_kernels.memory import FIELD, address
 from onnx_inplace.runner import journal, threads
 from onnx_inplace.runner.actions import Action, Array, Slots
-from onnx_inplace.runner.fused import products, templates
+from onnx_inplace.runner.fused import heads, products, templates
 from onnx_inplace.runner.fused.clock import Clock
-from onnx_inplace.runner.fused.table import Bound, Builder, Instruction, NotFused, Table
+from onnx_inplace.runner.fused.instruction import Instruction, Range, range_
+from onnx_inplace.runner.fused.table import Bound, Builder, NotFused, Table
 from onnx_inplace.runner.fused.weights import Weights
 
 _LONGEST_PAUSE = 128  # runs on one thread, before several are tried again: half a second
@@ -50,9 +51,18 @@ def build(
     for k, operation in enumerate(region.operations):
         templates.write(b, operation)
         b.end_operation(last.get(k, ()))
+    b.instructions = heads.share(b.instructions, _looked_at(b, roots))
     products.link(b)
     b.settle()
     return Region(region, b, entering, roots)
+
+
+def _looked_at(b: Builder, roots: Mapping[str, Any]) -> list[Range]:
+    """Bytes that somebody reads after a run: results, the caller's storage, what is counted."""
+    results = [b.array(k) for k in b.leaving if b.value(k).root is None]
+    numbers = [numbers for i in b.instructions for numbers, _ in i.growing]
+    lent = [root for root in roots.values() if isinstance(root, np.ndarray)]
+    return [range_(array) for array in (*results, *numbers, *lent)]
 
 
 def _last_uses(operations: tuple[Operation, ...], kept: set[int]) -> dict[int, list[int]]:

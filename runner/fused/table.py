@@ -1,9 +1,4 @@
-"""Collects the instructions of a fused step for one tuple of shapes, and places the barriers.
-
-An instruction says which bytes it reads and writes. A barrier stands where an instruction touches
-what another one since the last barrier has written, or writes what it has read, unless the first
-thread does both of them.
-"""
+"""Collects the instructions of a fused step for one tuple of shapes, and puts them into memory."""
 
 from __future__ import annotations
 
@@ -21,6 +16,7 @@ from onnx_inplace.numba_kernels.memory import OnDemand, address
 from onnx_inplace.runner.actions import Array, DType
 from onnx_inplace.runner.attend import KINDS
 from onnx_inplace.runner.fused.buffers import Buffers, aligned
+from onnx_inplace.runner.fused.instruction import Instruction, flags, meet, range_
 from onnx_inplace.runner.fused.page_access import Pages, Source
 from onnx_inplace.runner.fused.weights import Weights
 from onnx_inplace.runner.pages import PagedCache
@@ -28,37 +24,6 @@ from onnx_inplace.runner.pages import PagedCache
 
 class NotFused(Exception):
     """A fused step cannot serve these shapes: the ordinary steps do. ``str`` says why."""
-
-
-Range = tuple[int, int]
-"""First byte, and one past the last."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Instruction:
-    """A call of a kernel.
-
-    Attributes:
-        kernel: its address.
-        block: its arguments.
-        first: whether the first thread does all of it.
-        reads, writes: bytes that others write or read, too.
-        streamed: bytes of weights that come from memory in each run.
-        growing: (numbers that a run brings, bytes for each unit of their sum): of caches.
-    """
-
-    kernel: int
-    block: Sequence[int]
-    first: bool
-    reads: tuple[Range, ...]
-    writes: tuple[Range, ...]
-    streamed: int = 0
-    growing: tuple[tuple[Array, int], ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of weights and caches, with the numbers of the last run."""
-        return self.streamed + sum(each * int(numbers.sum()) for numbers, each in self.growing)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,7 +80,7 @@ class Builder:
         self.threads, self.portable = threads, portable
         self._roots = roots
         written = [roots[name] for name in sorted(region.written)]
-        self._written = [_range(root) for root in written if isinstance(root, np.ndarray)]
+        self._written = [range_(root) for root in written if isinstance(root, np.ndarray)]
         self.instructions: list[Instruction] = []
         self.bounds: list[Bound] = []
         self.scratch: list[Array] = []
@@ -229,7 +194,7 @@ class Builder:
         assert index is not None
         if array.shape != self.shape(index):
             raise NotFused(f"`{self.value(index).name}` is {array.shape}, not {self.shape(index)}")
-        if self.value(index).root is None and _meet([_range(array)], self._written):
+        if self.value(index).root is None and meet([range_(array)], self._written):
             self.move(array, self.result(index))
             return
         self._buffers.keep(array)
@@ -306,6 +271,7 @@ class Builder:
         first: bool = True,
         streamed: int = 0,
         growing: Sequence[tuple[Array, int]] = (),
+        units: int = 0,
     ) -> None:
         """One more instruction. See :class:`Instruction`."""
         for numbers, _ in growing:
@@ -315,10 +281,11 @@ class Builder:
                 kernel.ready().address,
                 block,
                 first,
-                tuple(_range(a) for a in reads),
-                tuple(_range(a) for a in writes),
+                tuple(range_(a) for a in reads),
+                tuple(range_(a) for a in writes),
                 streamed,
                 tuple(growing),
+                units,
             )
         )
 
@@ -364,38 +331,13 @@ class Builder:
                 continue
             array = self.array(link.value)
             for index, made in list(self.fresh.items()):
-                if index != link.value and _meet([_range(array)], [_range(made)]):
+                if index != link.value and meet([range_(array)], [range_(made)]):
                     del self.fresh[index]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return self._buffers.nbytes
-
-
-def _range(array: Array) -> Range:
-    return np.lib.array_utils.byte_bounds(array)
-
-
-def _conflict(a: Instruction, b: Instruction) -> bool:
-    if a.first and b.first:
-        return False
-    return _meet(a.writes, b.reads) or _meet(a.writes, b.writes) or _meet(a.reads, b.writes)
-
-
-def _meet(a: Sequence[Range], b: Sequence[Range]) -> bool:
-    return any(x[0] < y[1] and y[0] < x[1] for x in a for y in b)
-
-
-def flags(instructions: Sequence[Instruction]) -> list[int]:
-    """Flags of the interpreter for each instruction: who does it, and where threads meet."""
-    found = [interpreter.FIRST if i.first else 0 for i in instructions]
-    since = 0
-    for k, instruction in enumerate(instructions):
-        if any(_conflict(earlier, instruction) for earlier in instructions[since:k]):
-            found[k - 1] |= interpreter.BARRIER
-            since = k
-    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -425,6 +367,6 @@ class Table:
 
     def _words_in(self, array: Array) -> Iterable[tuple[int, int]]:
         """An address lies far above all sizes, so a word in the range of an array is one."""
-        low, high = _range(array)
+        low, high = range_(array)
         for k in np.nonzero((self.words >= low) & (self.words < max(high, low + 1)))[0].tolist():
             yield k, int(self.words[k]) - low
