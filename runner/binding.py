@@ -22,7 +22,7 @@ from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner import execute, inputs, journal, storage
 from onnx_inplace.runner.checks import Check
 from onnx_inplace.runner.frames import Frame
-from onnx_inplace.runner.outputs import Outputs
+from onnx_inplace.runner.outputs import Outputs, Result
 from onnx_inplace.runner.page_port import PagedPort
 from onnx_inplace.runner.pages import PagedCache
 from onnx_inplace.runner.storage import Array, Interval
@@ -73,6 +73,8 @@ class Binding:
         self._shapes: tuple[tuple[int, ...], ...] | None = None
         self._checks: tuple[Check, ...] = ()
         self._frame: execute.Run
+        self._settled: list[Any] = []
+        self._made: tuple[tuple[int, Result, bool], ...] = ()
         # Last, so that nothing can fail between the lease and its finalizer.
         self._end = weakref.finalize(
             self,
@@ -264,23 +266,45 @@ class Binding:
             if len(self._prepared) >= _PREPARED_LIMIT:
                 self._prepared.clear()
             self._prepared[shapes] = checks
-        self._checks, self._frame, self._shapes = checks, self._execution.run(shapes), shapes
+        run = self._execution.run(shapes)
+        self._settle(run.frame)
+        self._checks, self._frame, self._shapes = checks, run, shapes
+
+    def _settle(self, frame: Frame) -> None:
+        """Results that are the same object in all runs of a frame, and what to do for the others.
+
+        A decoder returns two caches for each layer: what a frame has put into its place once, and
+        no step writes, is not looked at in every run.
+        """
+        results, arrays, own = self._session.results, self.arrays, frame.own
+        self._settled = [None] * len(results)
+        made = []
+        for index, result in enumerate(results):
+            _, slot, root = result
+            if root is not None and frame.template[slot] is arrays[root]:
+                self._settled[index] = arrays[root]
+            else:
+                once = [s for _, s, r in results if r is None].count(slot) == 1
+                made.append((index, result, slot in own and once))
+        self._made = tuple(made)
 
     def _results(self, slots: Slots, given: list[Array]) -> Outputs:
-        session, arrays = self._session, self.arrays
-        results: list[Array] = []
-        for name, slot, root in session.results:
+        results, arrays = self._settled.copy(), self.arrays
+        seen: list[Array] = []
+        for index, (name, slot, root), own in self._made:
             value = slots[slot]
-            if root is not None:  # of each layer: what is as it should be is not looked at further
+            if root is not None:
                 mine = value is arrays[root]
-                results.append(value if mine else self._storage_of(name, root, value))
-            elif not isinstance(value, np.ndarray):
-                results.append(value)  # a sequence, made by the library in this run
-            elif self._belongs_to_others(value, given) or any(value is other for other in results):
-                results.append(value.copy())
+                results[index] = value if mine else self._storage_of(name, root, value)
+            elif own or not isinstance(value, np.ndarray):
+                results[index] = value  # made in this run; what is no array is a sequence
             else:
-                results.append(value)
-        return session.outputs_type(results)
+                shared = any(value is other for other in seen)
+                if shared or self._belongs_to_others(value, given):
+                    value = value.copy()
+                seen.append(value)
+                results[index] = value
+        return self._session.outputs_type(results)
 
     def _storage_of(self, name: str, root: str, value: Any) -> Any:
         """The caller's storage, after comparing where the run left the value."""

@@ -195,6 +195,9 @@ class Execution:
                 if not isinstance(name, int):
                     dims[name or extents.unnamed(i.name, axis)] = size
         block, regions = self._engine.choose(dims, self._roots)
+        for region in regions.values():
+            for slot, array in region.settled.items():
+                template[slot] = array
         return Frame(plan, block, regions, self._roots, dims, template)
 
 

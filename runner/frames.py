@@ -71,6 +71,11 @@ class Frame:
     nbytes: int = 0
 
     @property
+    def own(self) -> frozenset[int]:
+        """Slots of results that every run makes anew, for nobody else."""
+        return frozenset(slot for region in self.regions.values() for slot in region.own)
+
+    @property
     def fused(self) -> bool:
         """Whether runs of this frame take fused steps."""
         return bool(self.regions)

@@ -8,7 +8,7 @@ loop share entries, so that a journal has a bound: ``MOST`` entries and those of
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from onnx_inplace.compiler import errors, steps
 from onnx_inplace.compiler.fused import Operation
@@ -72,11 +72,39 @@ def noted(step: steps.Kernel, action: Action) -> Action:
 
 def read(slots: Slots) -> tuple[Written, ...]:
     """All writes of a run, in order."""
-    return tuple(_written(*entry) for entry in slots[JOURNAL])
+    return tuple(_written(*entry) for entry in _each(slots[JOURNAL]))
 
 
 Entry = tuple["steps.Kernel | Operation", "int | list[int] | None", "int | None"]
 """Who wrote, from which position on, and how many tokens; None: anywhere."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Together:
+    """Writes of many layers as one entry: they share few positions, and hardly any run fails.
+
+    Attributes:
+        writes: who wrote, the index of the position, or None, and how many tokens.
+        positions: as numbers.
+    """
+
+    writes: Sequence[tuple[steps.Kernel | Operation, int | None, int | None]]
+    positions: Sequence[int | list[int]]
+
+    def entries(self) -> list[Entry]:
+        """One entry for each write, in order."""
+        return [
+            (who, None if at is None else self.positions[at], length)
+            for who, at, length in self.writes
+        ]
+
+
+def _each(entries: Sequence[Entry | Together]) -> Iterator[Entry]:
+    for entry in entries:
+        if isinstance(entry, Together):
+            yield from entry.entries()
+        else:
+            yield entry
 
 
 MOST = 1024
@@ -90,10 +118,10 @@ def end_round(slots: Slots) -> None:
         entries[:] = _shared(entries)
 
 
-def _shared(entries: list[Entry]) -> list[Entry]:
+def _shared(entries: Sequence[Entry | Together]) -> list[Entry]:
     """One entry for each step, in the order of their first writes."""
     found: dict[int, Entry] = {}
-    for entry in entries:
+    for entry in _each(entries):
         step, position, length = entry
         key = id(step)
         found[key] = (step, *_cover(found.get(key, entry)[1:], (position, length)))

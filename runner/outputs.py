@@ -13,6 +13,9 @@ import numpy as np
 
 from onnx_inplace.runner.storage import Array
 
+Result = tuple[str, int, str | None]
+"""Name of an output, its slot, and the mutable input whose storage it is."""
+
 
 class Outputs(tuple[Array, ...]):
     """Results of one run.

@@ -1,8 +1,10 @@
 """What fused steps need is there when a session is loaded; what cannot be fused is said."""
 
+import cProfile
 import logging
 import os
 import pathlib
+import pstats
 import subprocess
 import sys
 import threading
@@ -303,3 +305,22 @@ def test_two_bindings_run_in_two_threads() -> None:
         one.join()
     for seed, logits in expected.items():
         np.testing.assert_array_equal(results[seed], logits)
+
+
+def calls_of_a_run(layers: int) -> int:
+    """How many functions, Python's and others, a fused run calls."""
+    session = Session(decoder(Shape(layers=layers)))
+    _, binding = bound(session, max_length=16)
+    tokens = np.array([[1]])
+    with binding as step:
+        for position in range(3):
+            step.run(tokens=tokens, position=position)
+        profile = cProfile.Profile()
+        profile.runcall(step.run, tokens=tokens, position=3)
+        assert step._frame.frame.fused
+    return sum(calls for _, calls, *_ in pstats.Stats(profile).stats.values())
+
+
+def test_a_fused_run_calls_nothing_for_each_layer() -> None:
+    """Storage, results and notes of all layers are looked at in one native call, or in none."""
+    assert calls_of_a_run(1) == calls_of_a_run(4)

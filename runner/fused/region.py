@@ -79,7 +79,13 @@ def _last_uses(operations: tuple[Operation, ...], kept: set[int]) -> dict[int, l
 
 
 class Region:
-    """A fused step that is ready to run. Its buffers serve one run at a time."""
+    """A fused step that is ready to run. Its buffers serve one run at a time.
+
+    Attributes:
+        settled: the caller's storage that it leaves, by slot: the same object in all runs, which
+            a frame puts there once.
+        own: slots of results that every run makes anew.
+    """
 
     def __init__(
         self,
@@ -108,7 +114,7 @@ class Region:
         self._run = interpreter.run.ready()
         self._parallel = interpreter.run_parallel.ready() if b.threads > 1 else None
         self._fresh = [(slots[p.value], b.fresh[p.value], p.words) for p in self._table.patches]
-        self._named: list[tuple[int, Any]] = []
+        self.settled: dict[int, Any] = {}
         self._copied: list[tuple[int, Array]] = []
         for link in region.outputs:
             root = b.value(link.value).root
@@ -117,12 +123,14 @@ class Region:
             if root is None:
                 self._copied.append((link.slot, b.array(link.value)))
                 continue
-            self._named.append((link.slot, _as_output(roots[root], b, link.value)))
+            self.settled[link.slot] = _as_output(roots[root], b, link.value)
+        fresh, copied = (s for s, *_ in self._fresh), (s for s, _ in self._copied)
+        self.own: frozenset[int] = frozenset((*fresh, *copied))
         writes = [w for o in region.operations if (w := _writes(b, o)) is not None]
         distinct = {id(w.position): w.position for w in writes if w.position is not None}
         self._positions = list(distinct.values())
         places = {key: place for place, key in enumerate(distinct)}
-        self._notes = [(w, places.get(id(w.position))) for w in writes]
+        self._notes = [(w.operation, places.get(id(w.position)), w.length) for w in writes]
 
     @property
     def instructions(self) -> int:
@@ -144,7 +152,7 @@ class Region:
         table, words = self._table, self._table.words
         instructions = address(table.table)
         bounds, enter, fresh = self._bounds, self._enter, self._fresh
-        named, copied, check = self._named, self._copied, self._moved
+        copied, check = self._copied, self._moved
         pages = self._pages if self._pages.accesses else None
 
         def act(slots: Slots) -> None:
@@ -166,8 +174,6 @@ class Region:
                 self._note(slots)
                 if pages is not None:
                     pages.finish()
-            for slot, array in named:
-                slots[slot] = array
             for slot, array in copied:
                 slots[slot] = array.copy()
 
@@ -194,12 +200,7 @@ class Region:
     def _note(self, slots: Slots) -> None:
         """All writes of the region; many layers share one position, which is read once."""
         positions = [array.tolist() for array in self._positions]
-        slots[journal.JOURNAL].extend(
-            [
-                (write.operation, None if at is None else positions[at], write.length)
-                for write, at in self._notes
-            ]
-        )
+        slots[journal.JOURNAL].append(journal.Together(self._notes, positions))
 
 
 def _as_output(root: Any, b: Builder, index: int) -> Any:
