@@ -9,6 +9,7 @@ Scores are in base 2: the caller has multiplied the queries by log2(e).
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from numba import types
@@ -21,7 +22,10 @@ from onnx_inplace.numba_kernels.vector import LANES, VECTOR, Emitter
 
 TILE = 32  # tokens of one pass through the three loops: best of 16 to 256
 _REGISTERS = 16  # accumulators that are kept at once
+_HEADS = 8  # heads that share each load of the values
 _TOGETHER = 4  # keys that share each load of the queries
+
+_LINE = 64  # bytes that one access brings from memory
 
 _I = types.int64
 
@@ -55,18 +59,21 @@ def make_scores(kind: int, size: int, group: int) -> Any:
                     e.add(keys, e.times(e.least(e.add(first, j), last), stride))
                     for j in range(tokens)
                 ]
-                for row in rows:
-                    e.prefetch_row(row, size, kind, ahead)
                 sums = [e.constant(0.0)] * LANES
                 for j in range(0, tokens, _TOGETHER):
                     near = range(j, min(tokens, j + _TOGETHER))
-                    for c in range(0, size, LANES):
-                        key = [e.load(e.add(rows[i], c * SIZES[kind]), kind) for i in near]
-                        for head in range(group):
-                            query = e.load(e.add(queries, (head * size + c) * 4))
+                    for c in range(0, size, 2 * LANES):
+                        width, offset = min(2, (size - c) // LANES), c * SIZES[kind]
+                        for at in range(offset, offset + width * LANES * SIZES[kind], LANES):
+                            if at % _LINE == 0:
+                                for i in near:
+                                    e.prefetch(e.add(e.add(rows[i], ahead), at))
+                        key = [e.load_row(e.add(rows[i], offset), width, kind) for i in near]
+                        for head, v in itertools.product(range(group), range(width)):
+                            query = e.load(e.add(queries, (head * size + c + v * LANES) * 4))
                             for i, k in zip(near, key, strict=True):
                                 lane = head * tokens + i
-                                sums[lane] = e.fma(k, query, sums[lane])
+                                sums[lane] = e.fma(k[v], query, sums[lane])
                 left = e.splat_int(builder.sub(count, first))
                 row = e.where_less(lanes, left, e.sums(sums), e.constant(float(LOWEST)))
                 e.store(row, e.add(to, e.times(g, 64)))
@@ -99,12 +106,12 @@ def make_soften(group: int) -> Any:
                 row = e.load(e.add(scores, e.times(g, 64)))
                 builder.store(e.maximum(builder.load(top), row), top)
             highest = e.across(e.maximum, builder.load(top), tokens)
-            shrink = e.exp2(builder.fsub(before, highest))
+            shrink = e.weight(builder.fsub(before, highest))
             total = cgutils.alloca_once(builder, VECTOR)
             builder.store(builder.fmul(e.load(e.add(state, 64)), shrink), total)
             with e.loop(groups) as g:
                 place = e.add(scores, e.times(g, 64))
-                weight = e.exp2(builder.fsub(e.load(place), highest))
+                weight = e.weight(builder.fsub(e.load(place), highest))
                 e.store(weight, place)
                 builder.store(builder.fadd(builder.load(total), weight), total)
             e.store(highest, state)
@@ -120,7 +127,7 @@ def make_soften(group: int) -> Any:
 def make_gather(kind: int, size: int, group: int) -> Any:
     """``gather(values, stride, count, weights, state, sums, ahead)``: add weighted values.
 
-    Whole rows of values are read once for as many heads as there are registers.
+    A part of the columns is summed up for all heads, so that each value is converted once.
 
     Shapes:
         values:  (count) rows of ``size`` elements of ``kind``, ``stride`` bytes apart
@@ -129,41 +136,49 @@ def make_gather(kind: int, size: int, group: int) -> Any:
         ahead:   bytes from a value to the one to ask for
     """
     tokens = LANES // head_lanes(group)
-    columns = range(0, size, LANES)
-    heads_at_once = max(1, _REGISTERS // len(columns))
+    heads_at_once = min(group, _HEADS)
+    width = max(1, _REGISTERS // heads_at_once) * LANES  # elements that are summed up at once
 
     @intrinsic
     def gather(typing_context, values, stride, count, weights, state, sums, ahead):
+        def panel(e: Emitter, heads: range, columns: range, arguments: Any) -> None:
+            """Some columns of some heads."""
+            builder = e.builder
+            values, stride, count, weights, state, sums, ahead = arguments
+            last = e.add(count, -1)
+            places = {(h, c): e.add(sums, (h * size + c) * 4) for h in heads for c in columns}
+            kept = {}
+            for h in heads:
+                shrink = e.load_all(e.add(state, 128 + h * tokens * 4))
+                for c in columns:
+                    kept[h, c] = cgutils.alloca_once(builder, VECTOR)
+                    builder.store(builder.fmul(e.load(places[h, c]), shrink), kept[h, c])
+            with e.loop(e.groups(count, tokens)) as g:
+                now = {key: builder.load(place) for key, place in kept.items()}
+                row = e.add(weights, e.times(g, 64))
+                for j in range(tokens):
+                    token = e.least(e.add(e.times(g, tokens), j), last)
+                    value = e.add(values, e.times(token, stride))
+                    for c in columns if heads.start == 0 else ():
+                        if c * SIZES[kind] % _LINE == 0:
+                            e.prefetch(e.add(e.add(value, ahead), c * SIZES[kind]))
+                    begin = e.add(value, columns.start * SIZES[kind])
+                    parts = dict(zip(columns, e.load_row(begin, len(columns), kind), strict=True))
+                    for h in heads:
+                        weight = e.load_all(e.add(row, (h * tokens + j) * 4))
+                        for c in columns:
+                            now[h, c] = e.fma(weight, parts[c], now[h, c])
+                for key, place in kept.items():
+                    builder.store(now[key], place)
+            for key, place in kept.items():
+                e.store(builder.load(place), places[key])
+
         def generate(context, builder, signature, arguments):
             e = Emitter(builder)
-            values, stride, count, weights, state, sums, ahead = arguments
-            last, groups = e.add(count, -1), e.groups(count, tokens)
-            for begin in range(0, group, heads_at_once):
-                heads = range(begin, min(group, begin + heads_at_once))
-                places = {(h, c): e.add(sums, (h * size + c) * 4) for h in heads for c in columns}
-                kept = {}
-                for h in heads:
-                    shrink = e.load_all(e.add(state, 128 + h * tokens * 4))
-                    for c in columns:
-                        kept[h, c] = cgutils.alloca_once(builder, VECTOR)
-                        builder.store(builder.fmul(e.load(places[h, c]), shrink), kept[h, c])
-                with e.loop(groups) as g:
-                    now = {key: builder.load(place) for key, place in kept.items()}
-                    row = e.add(weights, e.times(g, 64))
-                    for j in range(tokens):
-                        token = e.least(e.add(e.times(g, tokens), j), last)
-                        value = e.add(values, e.times(token, stride))
-                        if begin == 0:
-                            e.prefetch_row(value, size, kind, ahead)
-                        parts = {c: e.load(e.add(value, c * SIZES[kind]), kind) for c in columns}
-                        for h in heads:
-                            weight = e.load_all(e.add(row, (h * tokens + j) * 4))
-                            for c in columns:
-                                now[h, c] = e.fma(weight, parts[c], now[h, c])
-                    for key, place in kept.items():
-                        builder.store(now[key], place)
-                for key, place in kept.items():
-                    e.store(builder.load(place), places[key])
+            for first in range(0, group, heads_at_once):
+                heads = range(first, min(group, first + heads_at_once))
+                for c in range(0, size, width):
+                    panel(e, heads, range(c, min(size, c + width), LANES), arguments)
             return context.get_dummy_value()
 
         return types.void(_I, _I, _I, _I, _I, _I, _I), generate

@@ -18,10 +18,10 @@ from numba import carray, njit
 from onnx_inplace.numba_kernels import pages_encode
 from onnx_inplace.numba_kernels.floats import floats, int32_at, int64_at, uint8_at
 from onnx_inplace.numba_kernels.memory import copy, on_demand
-from onnx_inplace.numba_kernels.pages_lanes import rotate
+from onnx_inplace.numba_kernels.pages_lanes import clean, rotate
 from onnx_inplace.numba_kernels.pages_layout import INTEGER, ITEM, WORDS, read_half, read_page
 from onnx_inplace.numba_kernels.pages_numbers import (
-    clean,
+    LARGEST,
     half_at,
     limit,
     narrow_row,
@@ -77,7 +77,7 @@ def _save(page, half, which, region, rows, first, count, valid, space):
             to = region + (first + j) * row_bytes
             clipped += narrow_row(to, size, rows + j * size * 4, page.kind)
         return clipped
-    clipped = clean(rows, count * size)
+    clipped = clean(rows, count * size // 16, LARGEST)
     if half.offsets:
         for j in range(count):
             x = floats(rows + j * size * 4, size)
@@ -162,7 +162,7 @@ def _continue(description, address, before_description, before, valid, space):
         for h in range(page.heads):
             region = before + source.at + h * source.head
             _load(page, source, which, region, space, 0, valid, rest)
-            clean(space, valid * size)
+            clean(space, valid * size // 16, LARGEST)
             _set_offsets(address + half.at + h * half.head, half, space, valid, size)
 
 
@@ -262,7 +262,7 @@ def convert(source_description, source, target_description, target, count, space
             _load(page, half, which, source + half.at + h * half.head, space, 0, count, rest)
             region = target + to_half.at + h * to_half.head
             if to_half.offsets:
-                clipped += clean(space, count * size)
+                clipped += clean(space, count * size // 16, LARGEST)
                 _set_offsets(region, to_half, space, count, size)
             clipped += _save(to, to_half, which, region, space, 0, count, 0, rest)
     return clipped

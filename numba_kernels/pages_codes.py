@@ -9,6 +9,14 @@ import numpy as np
 from numba import carray, njit
 
 from onnx_inplace.numba_kernels.floats import uint8_at
+from onnx_inplace.numba_kernels.pages_codes_lanes import (
+    pack_key,
+    pack_value,
+    unpack_key,
+    unpack_value,
+)
+
+_TILE = 16  # tokens
 
 
 @njit
@@ -76,8 +84,16 @@ def _unpack_value(codes, tile, bits, size, first, count, plane):
 
 
 @njit
-def pack(which, codes, tile, bits, size, first, count, plane):
-    """Codes of tokens ``first .. first + count`` of K (``which`` 0) or V (1), from a plane."""
+def _whole_tiles(which, size, first, last):
+    """Where the tiles begin and end that vectors can move: all of their tokens are named."""
+    begin = min((first + _TILE - 1) // _TILE * _TILE, last)
+    if which == 0 and size % 64:
+        return last, last
+    return begin, max(last // _TILE * _TILE, begin)
+
+
+@njit
+def _pack_some(which, codes, tile, bits, size, first, count, plane):
     if which:
         _pack_value(codes, tile, bits, size, first, count, plane)
     else:
@@ -85,9 +101,40 @@ def pack(which, codes, tile, bits, size, first, count, plane):
 
 
 @njit
-def unpack(which, codes, tile, bits, size, first, count, plane):
-    """Codes of tokens ``first .. first + count`` of K (``which`` 0) or V (1), as a plane."""
+def pack(which, codes, tile, bits, size, first, count, plane):
+    """Codes of tokens ``first .. first + count`` of K (``which`` 0) or V (1), from a plane."""
+    last = first + count
+    begin, end = _whole_tiles(which, size, first, last)
+    _pack_some(which, codes, tile, bits, size, first, begin - first, plane)
+    for t in range(begin, end, _TILE):
+        rows = plane + (t - first) * size
+        if which:
+            pack_value(codes + t * 2 * bits, tile, rows, size, bits)
+        else:
+            pack_key(codes + t // _TILE * tile, rows, size, bits)
+    rows = plane + (end - first) * size
+    _pack_some(which, codes, tile, bits, size, end, last - end, rows)
+
+
+@njit
+def _unpack_some(which, codes, tile, bits, size, first, count, plane):
     if which:
         _unpack_value(codes, tile, bits, size, first, count, plane)
     else:
         _unpack_key(codes, tile, bits, size, first, count, plane)
+
+
+@njit
+def unpack(which, codes, tile, bits, size, first, count, plane):
+    """Codes of tokens ``first .. first + count`` of K (``which`` 0) or V (1), as a plane."""
+    last = first + count
+    begin, end = _whole_tiles(which, size, first, last)
+    _unpack_some(which, codes, tile, bits, size, first, begin - first, plane)
+    for t in range(begin, end, _TILE):
+        rows = plane + (t - first) * size
+        if which:
+            unpack_value(codes + t * 2 * bits, tile, rows, size, bits)
+        else:
+            unpack_key(codes + t // _TILE * tile, rows, size, bits)
+    rows = plane + (end - first) * size
+    _unpack_some(which, codes, tile, bits, size, end, last - end, rows)

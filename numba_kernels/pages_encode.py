@@ -15,7 +15,7 @@ from numba import carray, njit
 from onnx_inplace.numba_kernels.floats import FLOAT16, float32_at, floats, uint8_at, widen
 from onnx_inplace.numba_kernels.pages_codes import pack, unpack
 from onnx_inplace.numba_kernels.pages_lanes import SPACE as SEARCH
-from onnx_inplace.numba_kernels.pages_lanes import search
+from onnx_inplace.numba_kernels.pages_lanes import code, extremes, search
 from onnx_inplace.numba_kernels.pages_layout import BY_TOKEN
 from onnx_inplace.numba_kernels.pages_numbers import half_at, limited, set_half
 
@@ -119,25 +119,23 @@ def _search_tokens(half, codes, region, size, rows, first, count, space):
 @njit
 def _by_token(half, region, size, rows, first, count, plane, space):
     """A group of a token depends on nothing else."""
-    codes = _codes(half)
+    codes, range_ = _codes(half), floats(space, 2)
     if half.searched:
         _search_tokens(half, codes, region, size, rows, first, count, space)
     for j in range(count):
         for begin in range(0, size, half.group):
             length = min(half.group, size - begin)
-            x = floats(rows + (j * size + begin) * 4, length)
+            x = rows + (j * size + begin) * 4
             at = region + begin // half.group * half.step + 2 * (first + j)
             if half.searched:
                 d, middle = half_at(at), _middle(at, half)
             else:
-                least = most = x[0]
-                for i in range(length):
-                    least, most = min(least, x[i]), max(most, x[i])
-                d, middle = _store_range(at, half, codes, least, most)
-            inverse = _inverse(d)
-            to = carray(uint8_at(plane + j * size + begin), (length,))
-            for i in range(length):
-                to[i] = np.uint8(_code(x[i], inverse, middle, codes))
+                extremes(x, length // 16, space)
+                d, middle = _store_range(at, half, codes, range_[0], range_[1])
+            to = plane + j * size + begin
+            code(
+                x, length // 16, _inverse(d), middle, codes.center, codes.lowest, codes.highest, to
+            )
 
 
 @njit

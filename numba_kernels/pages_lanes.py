@@ -6,12 +6,13 @@ Every lane does what the specification says for one number, in its order: vector
 from __future__ import annotations
 
 import numpy as np
+from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from onnx_inplace.numba_kernels.floats import floats
-from onnx_inplace.numba_kernels.vector import LANES, VECTOR, Emitter
+from onnx_inplace.numba_kernels.vector import LANES, VECTOR, Emitter, Value
 
 _I = types.int64
 _CLIP = 0.05  # step of a search, in widths of the range
@@ -29,8 +30,8 @@ def _rotate_16(typing_context, at):
         x = e.load(arguments[0])
         for distance in (1, 2, 4, 8):
             other = e.shuffle(x, x, [lane ^ distance for lane in range(LANES)])
-            chosen = [lane + LANES if lane & distance else lane for lane in range(LANES)]
-            x = e.shuffle(builder.fadd(x, other), builder.fsub(other, x), chosen)
+            signs = [-1.0 if lane & distance else 1.0 for lane in range(LANES)]
+            x = builder.fadd(other, builder.fmul(x, ir.Constant(VECTOR, signs)))
         e.store(x, arguments[0])
         return context.get_dummy_value()
 
@@ -72,6 +73,94 @@ def rotate(rows, count, block):
 
 
 @intrinsic
+def clean(typing_context, at, vectors, largest):
+    """NaN becomes 0, numbers come into ``-largest .. largest``; how many were changed."""
+
+    def generate(context, builder, signature, arguments):
+        e = Emitter(builder)
+        at, vectors, largest = arguments
+        ints = ir.VectorType(ir.IntType(32), LANES)
+        zero, none = e.constant(0.0), ir.Constant(ints, [0] * LANES)
+        most = e.splat(largest, VECTOR)
+        least = builder.fsub(zero, most)
+        changed = cgutils.alloca_once_value(builder, none)
+        builder.store(none, changed)
+        with e.loop(vectors) as i:
+            place = e.add(at, e.times(i, 4 * LANES))
+            x = e.load(place)
+            low, high = builder.fcmp_ordered("<", x, least), builder.fcmp_ordered(">", x, most)
+            nan = builder.fcmp_unordered("uno", x, x)
+            y = builder.select(low, least, builder.select(high, most, x))
+            e.store(builder.select(nan, zero, y), place)
+            wrong = builder.sext(builder.or_(nan, builder.or_(low, high)), ints)  # -1 or 0
+            builder.store(builder.sub(builder.load(changed), wrong), changed)
+        total = e.across(builder.add, builder.load(changed), LANES)
+        first = builder.extract_element(total, ir.Constant(ir.IntType(32), 0))
+        return builder.sext(first, ir.IntType(64))
+
+    return types.int64(_I, _I, types.float32), generate
+
+
+@intrinsic
+def extremes(typing_context, at, vectors, to):
+    """The smallest and the largest of 16 * ``vectors`` float32, none of them NaN, to ``to``."""
+
+    def generate(context, builder, signature, arguments):
+        e = Emitter(builder)
+        at, vectors, to = arguments
+
+        def smaller(a: Value, b: Value) -> Value:
+            return builder.select(builder.fcmp_ordered("<", a, b), a, b)
+
+        first = e.load(at)
+        least, most = (cgutils.alloca_once_value(builder, first) for _ in range(2))
+        builder.store(first, least)
+        builder.store(first, most)
+        with e.loop(vectors) as i:
+            x = e.load(e.add(at, e.times(i, 4 * LANES)))
+            builder.store(smaller(builder.load(least), x), least)
+            builder.store(e.maximum(builder.load(most), x), most)
+        both = e.across(smaller, builder.load(least), LANES)
+        other = e.across(e.maximum, builder.load(most), LANES)
+        pair = builder.shuffle_vector(both, other, e.lanes([0, LANES] * (LANES // 2)))
+        for k in range(2):
+            number = builder.extract_element(pair, ir.Constant(ir.IntType(32), k))
+            place = builder.inttoptr(e.add(to, 4 * k), ir.FloatType().as_pointer())
+            builder.store(number, place).align = 4
+        return context.get_dummy_value()
+
+    return types.void(_I, _I, _I), generate
+
+
+@intrinsic
+def code(typing_context, x, vectors, inverse, middle, center, lowest, highest, to):
+    """Codes of 16 * ``vectors`` float32: one byte each.
+
+    ``(x - middle) * inverse + center``, rounded to nearest even, in ``lowest .. highest``.
+    """
+
+    def generate(context, builder, signature, arguments):
+        e = Emitter(builder)
+        x, vectors, *numbers, to = arguments
+        inverse, middle, center, lowest, highest = (e.splat(n, VECTOR) for n in numbers)
+        bytes_ = ir.VectorType(ir.IntType(8), LANES)
+        ints = ir.VectorType(ir.IntType(32), LANES)
+        with e.loop(vectors) as i:
+            number = e.load(e.add(x, e.times(i, 4 * LANES)))
+            number = builder.fmul(builder.fsub(number, middle), inverse)
+            number = e.nearest(builder.fadd(number, center))
+            number = builder.select(builder.fcmp_ordered(">", number, lowest), number, lowest)
+            number = builder.select(builder.fcmp_ordered("<", number, highest), number, highest)
+            codes = builder.trunc(builder.fptosi(number, ints), bytes_)
+            place = builder.inttoptr(e.add(to, e.times(i, LANES)), bytes_.as_pointer())
+            builder.store(codes, place).align = 1
+        return context.get_dummy_value()
+
+    number = types.float32
+    return types.void(_I, _I, number, number, number, number, number, _I), generate
+
+
+@intrinsic
 def _errors(typing_context, x, stride, count, low, step, highest, to):
     """Sums over ``count`` vectors ``stride`` bytes apart, coded with ``low`` and ``step``.
 
@@ -90,7 +179,7 @@ def _errors(typing_context, x, stride, count, low, step, highest, to):
         with e.loop(count) as i:
             number = e.load(e.add(x, e.times(i, stride)))
             q = builder.fmul(builder.fsub(number, low), inverse)
-            q = e._intrinsic(f"llvm.nearbyint.v{LANES}f32", VECTOR, [q])
+            q = e.nearest(q)
             q = builder.select(builder.fcmp_ordered(">", q, zero), q, zero)
             q = builder.select(builder.fcmp_ordered("<", q, highest), q, highest)
             difference = builder.fsub(number, builder.fadd(builder.fmul(q, step), low))

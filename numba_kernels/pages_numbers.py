@@ -133,18 +133,6 @@ def limit(row, count):
 
 
 @njit
-def clean(row, count):
-    """NaN becomes 0, all numbers come into the range of float16; how many were changed."""
-    numbers, changed = floats(row, count), 0
-    for i in range(count):
-        x = numbers[i]
-        if not abs(x) <= LARGEST:
-            changed += 1
-            numbers[i] = (LARGEST if x > 0 else -LARGEST) if x == x else _ZERO
-    return changed
-
-
-@njit
 def half_at(address):
     """The float16 at an address, as float32."""
     return float32_of_float16(np.int64(carray(uint16_at(address), (1,))[0]))

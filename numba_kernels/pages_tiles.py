@@ -14,19 +14,15 @@ from onnx_inplace.numba_kernels.memory import kernel
 from onnx_inplace.numba_kernels.pages_layout import read_half
 from onnx_inplace.numba_kernels.pages_numbers import half_at
 from onnx_inplace.numba_kernels.pages_task import KERNEL, read_task
-from onnx_inplace.numba_kernels.pages_tile_parts import (
-    make_fold,
-    make_scores,
-    make_sums,
-    make_weights,
-)
+from onnx_inplace.numba_kernels.pages_tile_lanes import LINE
+from onnx_inplace.numba_kernels.pages_tile_parts import make_fold, make_scores, make_sums, panels
+from onnx_inplace.numba_kernels.pages_tile_weights import make_weights
 
 # RUN: tokens that share the scales of channels of K; 0: K has scales of tokens.
 # KEYS, VALUES: elements of a token that share a scale. CENTER: twice the code of the midpoint.
 BITS, RUN, KEYS, VALUES, CENTER, SIZE, PAGE, GROUP = 4, 64, 64, 64, 15, 64, 64, 3  # specialised
 
 LOG2_E = np.float32(1.4426950408889634)
-LINE = 64
 AFFINE = CENTER % 2 == 1
 FIELDS = 8 // BITS
 VALUE_BLOCKS = -(-SIZE // VALUES)
@@ -39,10 +35,19 @@ VALUE_AUX = GROUP * (1 + 3 * VALUE_BLOCKS) * LINE
 SCRATCH = KEY_PLANES + KEY_AUX + SCORES + VALUE_PLANES + VALUE_AUX + SIZE * 4 + LINE
 PREPARED = KEY_PLANES + KEY_AUX + LINE
 
+# While a page is worked on, scores ask for two thirds of the next K, weights for the rest of it and
+# a third of the next V, sums for the rest of that. Numbers are lines for each step of a loop.
+LINES = PAGE * SIZE * BITS // 8 * 9 // 8 // LINE + 1  # of a half with its scales
+TILES = PAGE // 16
+VECTORS = PAGE // (4 * FIELDS) * len(panels(SIZE, GROUP, VALUES))
+KEY_ASKS = -(-LINES * 2 // (3 * TILES))
+WEIGHT_ASKS = -(-LINES // (3 * TILES))
+VALUE_ASKS = -(-LINES * 2 // (3 * VECTORS))
+
 fold = make_fold(SIZE, GROUP, KEY_BLOCK, CENTER, RUN > 0)
-scores = make_scores(BITS, SIZE, GROUP, KEY_BLOCK, CENTER, RUN > 0, AFFINE)
-weights = make_weights(SIZE, GROUP, VALUES, CENTER, AFFINE, PAGE)
-sums = make_sums(BITS, SIZE, GROUP, VALUES, CENTER, PAGE)
+scores = make_scores(BITS, SIZE, GROUP, KEY_BLOCK, CENTER, RUN > 0, AFFINE, KEY_ASKS)
+weights = make_weights(SIZE, GROUP, VALUES, CENTER, AFFINE, PAGE, WEIGHT_ASKS)
+sums = make_sums(BITS, SIZE, GROUP, VALUES, CENTER, PAGE, VALUE_ASKS)
 
 
 @njit
@@ -78,6 +83,7 @@ def attend(task):
     value_aux = value_planes + VALUE_PLANES
     offsets = value_aux + VALUE_AUX
     queries = x.rotated if key.rotation else x.queries
+    next_key, next_value = (x.next, x.next_value) if x.next else (x.key, x.value)
     begin, end = x.first // 16, (x.last + 15) // 16  # tiles
     tile = 16 * SIZE * BITS // 8
     if RUN:
@@ -86,23 +92,22 @@ def attend(task):
             scales = x.key + g * key.step
             fold(queries, scales, scales + key.midpoint, planes, aux)
             low, high = max(begin, g * step), min(end, (g + 1) * step)
-            codes, ahead = x.key + key.codes + low * tile, x.value + low * tile
+            codes, ahead = x.key + key.codes + low * tile, next_key + low * KEY_ASKS * LINE
             to = results + (low - begin) * GROUP * LINE
             scores(codes, high - low, 0, 0, 0, planes, aux, to, ahead)
     else:
         if x.fresh:
             fold(queries, 0, 0, planes, aux)
-        codes, ahead = x.key + key.codes + begin * tile, x.value + begin * tile
-        scales = x.key + 32 * begin
-        scores(codes, end - begin, scales, key.step, key.midpoint, planes, aux, results, ahead)
+        codes, scales = x.key + key.codes + begin * tile, x.key + 32 * begin
+        scores(codes, end - begin, scales, key.step, key.midpoint, planes, aux, results, next_key)
     if key.offsets or x.softcap:
         _adjust(x, key, results, end - begin, offsets)
     first, last = x.first - 16 * begin, x.last - 16 * begin
     scales = x.value + 32 * begin
     weights(
         results, end - begin, first, last, x.states, scales, value.step, value.midpoint,
-        value_planes + 16 * begin, value_aux,
+        value_planes + 16 * begin, value_aux, next_key + KEY_ASKS * TILES * LINE, next_value,
     )  # fmt: skip
     low, high = begin * 4 // FIELDS, end * 4 // FIELDS  # a vector has 4 * FIELDS tokens
-    ahead = x.next if x.next else x.key
+    ahead = next_value + WEIGHT_ASKS * TILES * LINE
     sums(x.value + value.codes, low, high, value_planes, value_aux, x.sums, ahead)

@@ -160,10 +160,10 @@ def soften(typing_context, scores, limits, top, total, factors):
                 columns.append(score)
                 highest = e.maximum(highest, score)
             highest = e.across(e.maximum, highest, LANES)
-            shrink = e.exp2(builder.fsub(before, highest))
+            shrink = e.weight(builder.fsub(before, highest))
             weights = zero
             for c, (lane, score) in enumerate(zip(lanes, columns, strict=True)):
-                weight = e.exp2(builder.fsub(score, highest))
+                weight = e.weight(builder.fsub(score, highest))
                 weight = e.where_less(lane, last, weight, zero)
                 weight = e.where_less(lane, first, zero, weight)
                 e.store(weight, e.add(line, c * LANES * 4))

@@ -75,7 +75,7 @@ class Emitter:
         """16 elements of a kind of ``pages_layout``, as float32; those of E4M3 divided by 256."""
         b = self.builder
         if kind in (E4M3, E5M2):
-            return self._load_8(address, kind)
+            return b.fpext(self._halves_of_bytes(address, kind, LANES), VECTOR)
         element = {FLOAT32: _FLOAT, FLOAT16: ir.HalfType(), BFLOAT16: _INT16}[kind]
         value = b.load(self._memory(address, ir.VectorType(element, LANES)))
         value.align = 1
@@ -86,22 +86,41 @@ class Emitter:
             return b.bitcast(b.shl(b.zext(value, _INTS), sixteen), VECTOR)
         return value
 
-    def _load_8(self, address: Value, kind: int) -> Value:
-        """Moved to the exponent and fraction of a float16, an E4M3 is 256 times too small."""
-        b, shorts = self.builder, ir.VectorType(_INT16, LANES)
-        value = b.load(self._memory(address, ir.VectorType(_INT8, LANES)))
+    def load_row(self, address: Value, count: int, kind: int = FLOAT32) -> list[Value]:
+        """``count`` vectors of 16 neighbours, as by :meth:`load`; bytes are widened 32 at once."""
+        vectors: list[Value] = []
+        while len(vectors) < count:
+            place = self.add(address, len(vectors) * LANES * SIZES[kind])
+            if kind in (E4M3, E5M2) and count - len(vectors) >= 2:
+                both = self._halves_of_bytes(place, kind, 2 * LANES)
+                for first in (0, LANES):
+                    lanes = ir.Constant(_INTS, list(range(first, first + LANES)))
+                    part = self.builder.shuffle_vector(both, both, lanes)
+                    vectors.append(self.builder.fpext(part, VECTOR))
+            else:
+                vectors.append(self.load(place, kind))
+        return vectors
+
+    def _halves_of_bytes(self, address: Value, kind: int, count: int) -> Value:
+        """8-bit floats as float16; those of E4M3 divided by 256.
+
+        Moved to the exponent and fraction of a float16, an E4M3 is 256 times too small.
+        """
+        b, shorts = self.builder, ir.VectorType(_INT16, count)
+        value = b.load(self._memory(address, ir.VectorType(_INT8, count)))
         value.align = 1
 
         def all_(number: int) -> Value:
-            return ir.Constant(shorts, [number] * LANES)
+            return ir.Constant(shorts, [number] * count)
 
         if kind == E5M2:
             bits = b.shl(b.zext(value, shorts), all_(8))
         else:
-            bits = b.and_(b.shl(b.sext(value, shorts), all_(7)), all_(0xBFFF))
-            nan = b.icmp_unsigned("==", b.and_(bits, all_(0x7FFF)), all_(0x3F80))
-            bits = b.select(nan, all_(0x7E00), bits)
-        return b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), VECTOR)
+            # Bit 14 is a copy of the sign. A carry into it comes from NaN alone, all ones, which
+            # gets the exponent of a NaN; from all others the copy is taken away.
+            moved = b.shl(b.sext(value, shorts), all_(7))
+            bits = b.xor(moved, b.and_(b.add(moved, all_(0x80)), all_(0x4000)))
+        return b.bitcast(bits, ir.VectorType(ir.HalfType(), count))
 
     def store(self, vector: Value, address: Value) -> None:
         """Write 16 float32."""
@@ -150,6 +169,10 @@ class Emitter:
         """``a * b + c``, rounded once."""
         return self._intrinsic(f"llvm.fma.v{LANES}f32", VECTOR, [a, b, c])
 
+    def nearest(self, x: Value) -> Value:
+        """Whole numbers, ties to even."""
+        return self._intrinsic(f"llvm.nearbyint.v{LANES}f32", VECTOR, [x])
+
     def maximum(self, a: Value, b: Value) -> Value:
         """The larger numbers; those of ``b`` where ``a`` is NaN."""
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
@@ -160,17 +183,12 @@ class Emitter:
         pointer = self.builder.inttoptr(address, _INT8.as_pointer())
         self._intrinsic("llvm.prefetch.p0", ir.VoidType(), [pointer, *numbers])
 
-    def prefetch_row(self, address: Value, size: int, kind: int, distance: Value) -> None:
-        """Ask for all lines of the row that begins ``distance`` bytes behind an address."""
-        for offset in range(0, size * SIZES[kind], 64):
-            self.prefetch(self.add(self.add(address, distance), offset))
-
-    def exp2(self, x: Value) -> Value:
-        """2**x for x <= 0, relative error 2e-7; x below -126 counts as -126, NaN stays NaN."""
+    def exp2(self, x: Value, least: float = -126.0) -> Value:
+        """2**x for x <= 0, relative error 2e-7; x below ``least`` counts as it, NaN stays NaN."""
         b = self.builder
-        lowest = self.constant(-126.0)
+        lowest = self.constant(least)
         x = b.select(b.fcmp_ordered("<", x, lowest), lowest, x)
-        whole = self._intrinsic(f"llvm.nearbyint.v{LANES}f32", VECTOR, [x])
+        whole = self.nearest(x)
         fraction = b.fsub(x, whole)
         power = self.constant(1.540353039338161e-4)
         for coefficient in (
@@ -184,6 +202,14 @@ class Emitter:
             power = self.fma(power, fraction, self.constant(coefficient))
         exponent = b.shl(b.fptosi(whole, _INTS), self.lanes([23] * LANES))
         return b.bitcast(b.add(b.bitcast(power, _INTS), exponent), VECTOR)
+
+    def weight(self, x: Value) -> Value:
+        """2**x for the weight of a score, x <= 0.
+
+        Not below 2**-100, which adds nothing to a weight of 1: times a value or a scale it still
+        is a normal number. Arithmetic on subnormal ones takes a hundred times as long.
+        """
+        return self.exp2(x, -100.0)
 
     def across(self, combine: Any, x: Value, width: int) -> Value:
         """``combine`` over every ``width`` neighbouring lanes, the result in all of them."""
