@@ -19,11 +19,17 @@ from onnx_inplace.numba_kernels import pages_encode
 from onnx_inplace.numba_kernels.floats import floats, int32_at, int64_at, uint8_at
 from onnx_inplace.numba_kernels.memory import copy, on_demand
 from onnx_inplace.numba_kernels.pages_lanes import clean, rotate
-from onnx_inplace.numba_kernels.pages_layout import INTEGER, ITEM, WORDS, read_half, read_page
+from onnx_inplace.numba_kernels.pages_layout import (
+    BY_CHANNEL,
+    INTEGER,
+    ITEM,
+    WORDS,
+    read_half,
+    read_page,
+)
 from onnx_inplace.numba_kernels.pages_numbers import (
     LARGEST,
     half_at,
-    limit,
     narrow_row,
     set_half,
     widen_row,
@@ -85,7 +91,7 @@ def _save(page, half, which, region, rows, first, count, valid, space):
                 x[i] -= half_at(region + half.offsets + 2 * i)
     if half.rotation:
         rotate(rows, count * size, half.rotation)
-    limit(rows, count * size)
+    clean(rows, count * size // 16, LARGEST)
     pages_encode.encode(which, half, region, page.page_size, size, rows, first, count, valid, space)
     return clipped
 
@@ -109,6 +115,13 @@ def _load(page, half, which, region, rows, first, count, space):
 
 
 @njit
+def _next_piece(half, token):
+    """Where the tokens end that are encoded together with one: they share scales, or stay near."""
+    tokens = half.group if half.grouping == BY_CHANNEL else 16
+    return (token // tokens + 1) * tokens
+
+
+@njit
 def _write_page(description, address, source, x, first, count, fill, space):
     """``count`` tokens of all heads, K and V, into a page; how many numbers were clipped.
 
@@ -129,10 +142,16 @@ def _write_page(description, address, source, x, first, count, fill, space):
                 for j in range(count):
                     copy(region + (first + j) * row_bytes, taken + j * x.token_step, row_bytes)
                 continue
-            _clear(rows, gap * size * 4)
-            for j in range(count):
-                widen_row(rows + (gap + j) * size * 4, size, taken + j * x.token_step, x.kind)
-            clipped += _save(page, half, which, region, rows, first - gap, gap + count, fill, rest)
+            begin = first - gap
+            while begin < first + count:
+                end = min(_next_piece(half, begin), first + count)
+                zeros = max(0, min(first, end) - begin)
+                _clear(rows, zeros * size * 4)
+                for j in range(zeros, end - begin):
+                    token = taken + (begin + j - first) * x.token_step
+                    widen_row(rows + j * size * 4, size, token, x.kind)
+                clipped += _save(page, half, which, region, rows, begin, end - begin, fill, rest)
+                begin = end
     return clipped
 
 
@@ -264,5 +283,10 @@ def convert(source_description, source, target_description, target, count, space
             if to_half.offsets:
                 clipped += clean(space, count * size // 16, LARGEST)
                 _set_offsets(region, to_half, space, count, size)
-            clipped += _save(to, to_half, which, region, space, 0, count, 0, rest)
+            begin = 0
+            while begin < count:
+                end = min(_next_piece(to_half, begin), count)
+                rows = space + begin * size * 4
+                clipped += _save(to, to_half, which, region, rows, begin, end - begin, 0, rest)
+                begin = end
     return clipped

@@ -15,10 +15,11 @@ from numba import carray, njit
 from onnx_inplace.numba_kernels.floats import FLOAT16, float32_at, floats, uint8_at, widen
 from onnx_inplace.numba_kernels.pages_codes import pack, unpack
 from onnx_inplace.numba_kernels.pages_lanes import SPACE as SEARCH
-from onnx_inplace.numba_kernels.pages_lanes import code, extremes, search
+from onnx_inplace.numba_kernels.pages_lanes import code, code_each, extremes, search
 from onnx_inplace.numba_kernels.pages_layout import BY_TOKEN
 from onnx_inplace.numba_kernels.pages_numbers import half_at, limited, set_half
 
+_TOGETHER = 16  # tokens
 WIDENING = np.float32(0.1)  # of a new range, on a side that a later token has widened
 _ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
 
@@ -118,24 +119,30 @@ def _search_tokens(half, codes, region, size, rows, first, count, space):
 
 @njit
 def _by_token(half, region, size, rows, first, count, plane, space):
-    """A group of a token depends on nothing else."""
-    codes, range_ = _codes(half), floats(space, 2)
+    """A group of a token depends on nothing else.
+
+    Ranges, scales and codes of 16 tokens follow one another, so that a core has several scales,
+    which are long chains of scalar arithmetic, under way.
+    """
+    codes, ranges = _codes(half), floats(space, 2 * _TOGETHER)
+    center, lowest, highest = codes.center, codes.lowest, codes.highest
     if half.searched:
         _search_tokens(half, codes, region, size, rows, first, count, space)
-    for j in range(count):
+    for t in range(0, count, _TOGETHER):
+        now = min(_TOGETHER, count - t)
         for begin in range(0, size, half.group):
-            length = min(half.group, size - begin)
-            x = rows + (j * size + begin) * 4
-            at = region + begin // half.group * half.step + 2 * (first + j)
-            if half.searched:
-                d, middle = half_at(at), _middle(at, half)
-            else:
-                extremes(x, length // 16, space)
-                d, middle = _store_range(at, half, codes, range_[0], range_[1])
-            to = plane + j * size + begin
-            code(
-                x, length // 16, _inverse(d), middle, codes.center, codes.lowest, codes.highest, to
-            )
+            vectors = min(half.group, size - begin) // 16
+            x, to = rows + (t * size + begin) * 4, plane + t * size + begin
+            at = region + begin // half.group * half.step + 2 * (first + t)
+            if not half.searched:
+                for j in range(now):
+                    extremes(x + j * size * 4, vectors, space + 8 * j)
+                for j in range(now):
+                    _store_range(at + 2 * j, half, codes, ranges[2 * j], ranges[2 * j + 1])
+            for j in range(now):
+                inverse, middle = _inverse(half_at(at + 2 * j)), _middle(at + 2 * j, half)
+                row, target = x + j * size * 4, to + j * size
+                code(row, vectors, inverse, middle, center, lowest, highest, target)
 
 
 @njit
@@ -210,10 +217,10 @@ def _by_channel(which, half, region, size, rows, first, count, valid, plane, spa
         if half.midpoint == 0:
             middles[c] = 0
     for j in range(count):
-        x = floats(rows + j * size * 4, size)
-        to = carray(uint8_at(plane + (first - begin + j) * size), (size,))
-        for c in range(size):
-            to[c] = np.uint8(_code(x[c], inverses[c], middles[c], codes))
+        x, to = rows + j * size * 4, plane + (first - begin + j) * size
+        code_each(
+            x, size // 16, space, space + 4 * size, codes.center, codes.lowest, codes.highest, to
+        )
     pack(which, region + half.codes, half.tile, half.bits, size, begin, tokens, plane)
 
 

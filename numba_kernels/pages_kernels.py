@@ -18,8 +18,11 @@ from onnx_inplace.numba_kernels import (
 )
 from onnx_inplace.numba_kernels.pages_attention import PagesLayout
 from onnx_inplace.numba_kernels.pages_layout import (
+    BFLOAT16,
     BY_CHANNEL,
     BY_TOKEN,
+    FLOAT16,
+    FLOAT32,
     HALF,
     HEADER,
     INTEGER,
@@ -77,26 +80,30 @@ def ready(descriptions: _Int64s, group: int, portable: bool = False) -> Kernels:
     """
     anywhere: int = pages_portable.attend.ready().address
     modules = [None if portable else _fast(row.tolist(), group) for row in descriptions]
-    prefill = None if portable else _prefill(descriptions)
-    many = anywhere if prefill is None else prefill.attend.ready().address
-    fast = [anywhere if module is None else module.attend.ready().address for module in modules]
+    prefills = [None if portable else _prefill(row.tolist()) for row in descriptions]
+    many, fast = (
+        [anywhere if module is None else module.attend.ready().address for module in found]
+        for found in (prefills, modules)
+    )
+    rows = {pages_portable.ROWS if module is None else module.ROWS for module in prefills}
     return Kernels(
         attend=pages_attention.attend.ready().address,
         merge=pages_attention.merge.ready().address,
-        many=np.full(len(descriptions), many, np.int64),
+        many=np.array(many, np.int64),
         fast=np.array(fast, np.int64),
-        rows=pages_portable.ROWS if prefill is None else prefill.ROWS,
-        scratch=max((m.SCRATCH for m in [prefill, *modules] if m is not None), default=0),
+        rows=min(rows, default=pages_portable.ROWS),
+        scratch=max((m.SCRATCH for m in [*prefills, *modules] if m is not None), default=0),
         prepared=max((m.PREPARED for m in modules if m is not None), default=0),
     )
 
 
-def _prefill(descriptions: _Int64s) -> types.ModuleType | None:
-    """The fast kernel of many queries, for every format; None: there is none."""
-    if not vector.available() or not len(descriptions):
+def _prefill(description: list[int]) -> types.ModuleType | None:
+    """The fast kernel of many queries for a format; None: there is none."""
+    if not vector.available():
         return None
-    page = Page(*descriptions[0, :HEADER].tolist())
-    return specialise(pages_prefill, page.head_size, _ROWS)
+    page = Page(*description[:HEADER])
+    kind = page.kind if page.kind in (FLOAT32, FLOAT16, BFLOAT16) else INTEGER
+    return specialise(pages_prefill, kind, page.head_size, _ROWS)
 
 
 def _fast(description: list[int], group: int) -> types.ModuleType | None:

@@ -5,6 +5,8 @@ Every lane does what the specification says for one number, in its order: vector
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
@@ -15,6 +17,7 @@ from onnx_inplace.numba_kernels.floats import floats
 from onnx_inplace.numba_kernels.vector import LANES, VECTOR, Emitter, Value
 
 _I = types.int64
+_INT = ir.IntType(32)
 _CLIP = 0.05  # step of a search, in widths of the range
 _STEPS = 5
 _NARROW = np.float32(2.0**-24)  # a range below it is one value: its scale would be 0
@@ -59,17 +62,18 @@ def rotate(rows, count, block):
     ``block``: a power of two, at least 16.
     """
     factor = np.float32(1 / np.sqrt(np.float64(block)))
-    for at in range(rows, rows + 4 * count, 64):
-        _rotate_16(at)
-    step = 64  # bytes
-    while step < 4 * block:
-        for low in range(rows, rows + 4 * count, 2 * step):
-            for at in range(low, low + step, 64):
-                _butterfly(at, at + step)
-        step *= 2
-    x = floats(rows, count)
-    for i in range(count):
-        x[i] *= factor
+    for begin in range(rows, rows + 4 * count, 4 * block):
+        for at in range(begin, begin + 4 * block, 64):
+            _rotate_16(at)
+        step = 64  # bytes
+        while step < 4 * block:
+            for low in range(begin, begin + 4 * block, 2 * step):
+                for at in range(low, low + step, 64):
+                    _butterfly(at, at + step)
+            step *= 2
+        x = floats(begin, block)
+        for i in range(block):
+            x[i] *= factor
 
 
 @intrinsic
@@ -79,7 +83,7 @@ def clean(typing_context, at, vectors, largest):
     def generate(context, builder, signature, arguments):
         e = Emitter(builder)
         at, vectors, largest = arguments
-        ints = ir.VectorType(ir.IntType(32), LANES)
+        ints = ir.VectorType(_INT, LANES)
         zero, none = e.constant(0.0), ir.Constant(ints, [0] * LANES)
         most = e.splat(largest, VECTOR)
         least = builder.fsub(zero, most)
@@ -95,7 +99,7 @@ def clean(typing_context, at, vectors, largest):
             wrong = builder.sext(builder.or_(nan, builder.or_(low, high)), ints)  # -1 or 0
             builder.store(builder.sub(builder.load(changed), wrong), changed)
         total = e.across(builder.add, builder.load(changed), LANES)
-        first = builder.extract_element(total, ir.Constant(ir.IntType(32), 0))
+        first = builder.extract_element(total, ir.Constant(_INT, 0))
         return builder.sext(first, ir.IntType(64))
 
     return types.int64(_I, _I, types.float32), generate
@@ -124,7 +128,7 @@ def extremes(typing_context, at, vectors, to):
         other = e.across(e.maximum, builder.load(most), LANES)
         pair = builder.shuffle_vector(both, other, e.lanes([0, LANES] * (LANES // 2)))
         for k in range(2):
-            number = builder.extract_element(pair, ir.Constant(ir.IntType(32), k))
+            number = builder.extract_element(pair, ir.Constant(_INT, k))
             place = builder.inttoptr(e.add(to, 4 * k), ir.FloatType().as_pointer())
             builder.store(number, place).align = 4
         return context.get_dummy_value()
@@ -132,32 +136,55 @@ def extremes(typing_context, at, vectors, to):
     return types.void(_I, _I, _I), generate
 
 
+def _write_codes(
+    e: Emitter, x: Value, vectors: Value, affine: Any, limits: list[Value], to: Value
+) -> None:
+    """Bytes of ``(x - middle) * inverse + center``, rounded to even, in the limits.
+
+    ``affine(offset)``: inverse and middle for the numbers ``offset`` bytes behind the first one.
+    """
+    b, bytes_, ints = e.builder, ir.VectorType(ir.IntType(8), LANES), ir.VectorType(_INT, LANES)
+    center, lowest, highest = (e.splat(n, VECTOR) for n in limits)
+    with e.loop(vectors) as i:
+        offset = e.times(i, 4 * LANES)
+        inverse, middle = affine(offset)
+        number = b.fmul(b.fsub(e.load(e.add(x, offset)), middle), inverse)
+        number = e.nearest(b.fadd(number, center))
+        number = b.select(b.fcmp_ordered(">", number, lowest), number, lowest)
+        number = b.select(b.fcmp_ordered("<", number, highest), number, highest)
+        place = b.inttoptr(e.add(to, e.times(i, LANES)), bytes_.as_pointer())
+        b.store(b.trunc(b.fptosi(number, ints), bytes_), place).align = 1
+
+
 @intrinsic
 def code(typing_context, x, vectors, inverse, middle, center, lowest, highest, to):
-    """Codes of 16 * ``vectors`` float32: one byte each.
-
-    ``(x - middle) * inverse + center``, rounded to nearest even, in ``lowest .. highest``.
-    """
+    """Codes of 16 * ``vectors`` float32 that share a scale: one byte each."""
 
     def generate(context, builder, signature, arguments):
         e = Emitter(builder)
-        x, vectors, *numbers, to = arguments
-        inverse, middle, center, lowest, highest = (e.splat(n, VECTOR) for n in numbers)
-        bytes_ = ir.VectorType(ir.IntType(8), LANES)
-        ints = ir.VectorType(ir.IntType(32), LANES)
-        with e.loop(vectors) as i:
-            number = e.load(e.add(x, e.times(i, 4 * LANES)))
-            number = builder.fmul(builder.fsub(number, middle), inverse)
-            number = e.nearest(builder.fadd(number, center))
-            number = builder.select(builder.fcmp_ordered(">", number, lowest), number, lowest)
-            number = builder.select(builder.fcmp_ordered("<", number, highest), number, highest)
-            codes = builder.trunc(builder.fptosi(number, ints), bytes_)
-            place = builder.inttoptr(e.add(to, e.times(i, LANES)), bytes_.as_pointer())
-            builder.store(codes, place).align = 1
+        x, vectors, inverse, middle, *limits, to = arguments
+        both = e.splat(inverse, VECTOR), e.splat(middle, VECTOR)
+        _write_codes(e, x, vectors, lambda offset: both, limits, to)
         return context.get_dummy_value()
 
-    number = types.float32
-    return types.void(_I, _I, number, number, number, number, number, _I), generate
+    return types.void(_I, _I, *[types.float32] * 5, _I), generate
+
+
+@intrinsic
+def code_each(typing_context, x, vectors, inverses, middles, center, lowest, highest, to):
+    """Like :func:`code`, for numbers with scales of their own: addresses of float32."""
+
+    def generate(context, builder, signature, arguments):
+        e = Emitter(builder)
+        x, vectors, inverses, middles, *limits, to = arguments
+
+        def affine(offset: Value) -> tuple[Value, Value]:
+            return e.load(e.add(inverses, offset)), e.load(e.add(middles, offset))
+
+        _write_codes(e, x, vectors, affine, limits, to)
+        return context.get_dummy_value()
+
+    return types.void(_I, _I, _I, _I, *[types.float32] * 3, _I), generate
 
 
 @intrinsic

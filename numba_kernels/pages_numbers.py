@@ -125,14 +125,6 @@ def limited(x):
 
 
 @njit
-def limit(row, count):
-    """Numbers come into the range of float16."""
-    numbers = floats(row, count)
-    for i in range(count):
-        numbers[i] = limited(numbers[i])
-
-
-@njit
 def half_at(address):
     """The float16 at an address, as float32."""
     return float32_of_float16(np.int64(carray(uint16_at(address), (1,))[0]))

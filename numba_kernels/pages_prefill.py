@@ -9,9 +9,9 @@ import numpy as np
 from numba import carray, njit
 
 from onnx_inplace.numba_kernels import attention, pages_encode
-from onnx_inplace.numba_kernels.floats import FLOAT32, float_of_bits, floats, int64_at
+from onnx_inplace.numba_kernels.floats import FLOAT32, SIZES, float_of_bits, floats, int64_at
 from onnx_inplace.numba_kernels.memory import kernel
-from onnx_inplace.numba_kernels.pages_layout import read_half, read_page
+from onnx_inplace.numba_kernels.pages_layout import INTEGER, read_half, read_page
 from onnx_inplace.numba_kernels.pages_numbers import half_at
 from onnx_inplace.numba_kernels.pages_portable import tile_of
 from onnx_inplace.numba_kernels.pages_task import KERNEL, read_task
@@ -23,13 +23,17 @@ from onnx_inplace.numba_kernels.prefill_parts import (
     soften,
 )
 
-SIZE, ROWS = 64, 128  # specialised
+# KIND: of the elements of a page, one of ``floats``; INTEGER: they are decoded first.
+KIND, SIZE, ROWS = 5, 64, 128  # specialised
 
 LOG2_E = np.float32(1.4426950408889634)
 NUMBERS = TILE * (4 * SIZE + BLOCK) + 4 * BLOCK + SIZE + BLOCK
 SCRATCH = NUMBERS * 4 + BLOCK * 16 + pages_encode.space_size(TILE, SIZE)
 
-pack = make_pack(FLOAT32, SIZE)
+DECODED = KIND == INTEGER
+ROW = SIZE * (SIZES[FLOAT32] if DECODED else SIZES[KIND])  # bytes
+
+pack = make_pack(FLOAT32 if DECODED else KIND, SIZE)
 multiply_keys = make_product(SIZE, TILE, False)
 add_values = make_product(TILE, SIZE, True)
 
@@ -75,9 +79,12 @@ def attend(task):
             c[i] = half_at(x.key + key.offsets + 2 * i)
     for tile in range(x.first, x.last, TILE):
         count = min(TILE, x.last - tile)
-        tile_of(page, key, 0, x.key, tile, count, rows_at, space)
-        tile_of(page, value, 1, x.value, tile, count, rows_at + TILE * SIZE * 4, space)
-        pack(rows_at, SIZE * 4, rows_at + TILE * SIZE * 4, SIZE * 4, count, keys, values)
+        key_rows, value_rows = x.key + tile * ROW, x.value + tile * ROW
+        if DECODED:
+            key_rows, value_rows = rows_at, rows_at + TILE * ROW
+            tile_of(page, key, 0, x.key, tile, count, key_rows, space)
+            tile_of(page, value, 1, x.value, tile, count, value_rows, space)
+        pack(key_rows, ROW, value_rows, ROW, count, keys, values)
         for row in range(0, x.rows, BLOCK):
             seen = False
             for r in range(BLOCK):

@@ -119,6 +119,8 @@ def close(actual, expected, dtype):
 SHAPES = [
     *[(dtype, 3, 64) for dtype in DTYPES],
     *[("float32", group, size) for group, size in ((1, 64), (2, 32), (4, 128), (5, 80), (8, 96))],
+    ("float32", 16, 32),
+    ("float16", 7, 256),
     *[(dtype, 3, 7) for dtype in DTYPES],
     ("float32", 2, 1),
     ("float16", 17, 20),

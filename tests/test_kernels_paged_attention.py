@@ -14,6 +14,8 @@ PRECISE = 5e-6  # of the largest output: float32 sums
 INTEGERS = 3e-4  # queries and weights of 16 bits
 SHAPES = [(2, 1, 64, 64), (2, 4, 64, 64), (1, 3, 32, 96), (2, 2, 128, 80), (1, 5, 256, 128)]
 """(kv heads, group, page size, head size)"""
+EXTREMES = [(1, 16, 32, 32), (1, 7, 32, 256)]
+EVERY_LOOP = ["FLOAT16", "FP8_E4M3", "INT8", "INT4"]  # each is read by other code
 
 
 def fill(rng, names, dims, lengths, order=None, page_formats=None):
@@ -58,6 +60,47 @@ def test_decode_over_pages_of_one_format(portable, name, shape):
     fast = not portable and name.startswith("INT")
     out = table.attend(q, blocks, lengths, portable=portable)
     check(out, oracle(table, q, blocks, lengths), INTEGERS if fast else PRECISE)
+
+
+@pytest.mark.parametrize("shape", EXTREMES, ids=str)
+@pytest.mark.parametrize("name", EVERY_LOOP)
+@pytest.mark.parametrize("length", [0, 1, 33])
+def test_the_smallest_and_the_largest_heads_and_groups(name, shape, length):
+    heads, group, page_size, size = shape
+    rng = np.random.default_rng(9)
+    table, blocks = fill(rng, [name] * 2, (2, heads, page_size, size), [length])
+    q = queries(rng, 1, heads * group, 1, size)
+    check(table.attend(q, blocks, [length]), oracle(table, q, blocks, [length]), INTEGERS)
+
+
+@pytest.mark.parametrize("kind", ["key", "value"])
+@pytest.mark.parametrize("name", ["FLOAT16", "FP8_E4M3", "FP8_E5M2"])
+@both_paths
+def test_nan_among_valid_tokens_is_not_lost(portable, name, kind):
+    rng = np.random.default_rng(10)
+    table = Table((2, 1, 64, 64), [name], [formats.BUILTIN[name]])
+    x = rng.standard_normal((2, 1, 40, 64)).astype(np.float32)
+    x[int(kind == "value"), 0, [7, 8], [3, 50]] = [np.nan, -np.nan]
+    table.write([np.arange(1)], x, 0)
+    q = queries(rng, 1, 4, 1, 64)
+    out = table.attend(q, [np.arange(1)], [40], portable=portable)
+    lost = np.isnan(out[0, :, 0]) if kind == "key" else np.isnan(out[0, :, 0, [3, 50]])
+    assert lost.all()
+    if kind == "value":
+        assert np.isnan(out).sum() == 2 * 4
+
+
+@pytest.mark.parametrize("name", ["FP8_E4M3", "FP8_E5M2"])
+def test_every_code_of_8_bits_is_read_as_what_it_is(name):
+    table = Table((2, 1, 64, 32), [name], [formats.BUILTIN[name]])
+    codes = np.arange(256, dtype=np.uint8).reshape(8, 32)
+    table.raw[0].reshape(2, 1, 64, 32)[1, 0, :8] = codes
+    table.fill[0] = 8
+    q = np.zeros((1, 4, 1, 32), np.float32)
+    numbers = codes.view(formats.BUILTIN[name].key.storage.numpy()).astype(np.float64)
+    for token in range(8):  # one token: its weight is 1
+        out = table.attend(q, [np.arange(1)], [token + 1], left=0)
+        np.testing.assert_array_equal(out[0, 2, 0].astype(np.float64), numbers[token])
 
 
 @pytest.mark.parametrize("name", ["FLOAT16", "INT8", "INT4", "INT4T", "INT2"])
