@@ -49,17 +49,6 @@ class _Bytes(Emitter):
         moved = b.lshr(vector, self.all_(shift)) if shift else vector
         return b.and_(moved, self.all_(mask))
 
-    def transposed(self, rows: list[Value]) -> list[Value]:
-        """Sixteen vectors of 16, exchanged in pairs at distances 1, 2, 4, 8."""
-        for distance in (1, 2, 4, 8):
-            low = [j if not j & distance else LANES + (j ^ distance) for j in range(LANES)]
-            high = [j | distance if not j & distance else LANES + j for j in range(LANES)]
-            for i in range(LANES):
-                if not i & distance:
-                    a, b = rows[i], rows[i | distance]
-                    rows[i], rows[i | distance] = self.shuffle(a, b, low), self.shuffle(a, b, high)
-        return rows
-
     def by_bits(self, bits: Value, emit: Callable[[int], None]) -> None:
         """Code for each size of a code, of which one is executed."""
         for known in _BITS:

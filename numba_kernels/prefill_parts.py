@@ -34,17 +34,6 @@ def make_pack(kind: int, size: int) -> Any:
     """
     item = SIZES[kind]
 
-    def transpose(e: Emitter, rows: list[Value]) -> list[Value]:
-        """Sixteen vectors of 16, exchanged in pairs at distances 1, 2, 4, 8."""
-        for distance in (1, 2, 4, 8):
-            low = [j if not j & distance else LANES + (j ^ distance) for j in range(LANES)]
-            high = [j | distance if not j & distance else LANES + j for j in range(LANES)]
-            for i in range(LANES):
-                if not i & distance:
-                    a, b = rows[i], rows[i | distance]
-                    rows[i], rows[i | distance] = e.shuffle(a, b, low), e.shuffle(a, b, high)
-        return rows
-
     @intrinsic
     def pack(typing_context, keys, key_stride, values, value_stride, count, to_keys, to_values):
         def generate(context, builder, signature, arguments):
@@ -59,7 +48,7 @@ def make_pack(kind: int, size: int) -> Any:
                 with e.loop(e.whole(size // LANES)) as c:
                     column = e.times(c, LANES)
                     offset = e.times(column, item)
-                    rows = transpose(e, [e.load(e.add(row, offset), kind) for row in key_rows])
+                    rows = e.transposed([e.load(e.add(row, offset), kind) for row in key_rows])
                     for j, row in enumerate(rows):
                         place = e.add(e.times(e.add(column, j), TILE), first)
                         e.store(row, e.add(to_keys, e.times(place, 4)))

@@ -219,6 +219,18 @@ class Emitter:
             distance *= 2
         return x
 
+    def transposed(self, rows: Sequence[Value]) -> list[Value]:
+        """Sixteen vectors of 16, exchanged in pairs at distances 1, 2, 4, 8."""
+        rows = list(rows)
+        for distance in (1, 2, 4, 8):
+            low = [j if not j & distance else LANES + (j ^ distance) for j in range(LANES)]
+            high = [j | distance if not j & distance else LANES + j for j in range(LANES)]
+            for i in range(LANES):
+                if not i & distance:
+                    a, b = rows[i], rows[i | distance]
+                    rows[i], rows[i | distance] = self.shuffle(a, b, low), self.shuffle(a, b, high)
+        return rows
+
     def sums(self, vectors: Sequence[Value]) -> Value:
         """Lane i = the sum of the lanes of ``vectors[i]``: 15 additions instead of 64."""
         vectors = list(vectors)
