@@ -53,7 +53,7 @@ def pieces(name: str, ids: Array, positions: Array, length: int, page_size: int)
         errors.StorageMismatch: not one position, or one for each sequence.
     """
     starts = positions.reshape(-1).tolist()
-    tables = ids.reshape(-1, ids.shape[-1] if ids.ndim else 1).tolist()
+    tables = _rows(ids).tolist()
     if len(starts) == 1 and len(tables) != 1:
         starts *= len(tables)
     if len(starts) != len(tables):
@@ -75,6 +75,11 @@ def pieces(name: str, ids: Array, positions: Array, length: int, page_size: int)
             found.append(Piece(table[at // page_size], first, count))
             at += count
     return found
+
+
+def _rows(ids: Array) -> Array:
+    """(sequences, blocks); a sequence of no blocks is one, too."""
+    return ids.reshape(ids.shape[0] if ids.ndim == 2 else 1, ids.shape[-1] if ids.ndim else 1)
 
 
 class Reading(NamedTuple):
@@ -111,7 +116,7 @@ def reading(store: PageStore, ids: Array, lengths: Array, queries: int, left: in
         errors.CapacityError: a length is negative, or exceeds the block table.
         errors.StorageMismatch: not one length, or one for each sequence.
     """
-    tables = np.ascontiguousarray(ids.reshape(-1, ids.shape[-1]), dtype=np.int64)
+    tables = np.ascontiguousarray(_rows(ids), dtype=np.int64)
     batch, capacity = len(tables), tables.shape[1] * store.page_size
     ends = lengths.reshape(-1)
     if ends.shape != (batch,):

@@ -137,6 +137,7 @@ def test_a_child_does_not_move_the_counters_of_its_parent() -> None:
 
 
 def test_a_child_outlives_its_parent() -> None:
+    """Case 59; a thousand operations more in ``test_sequences_machine``."""
     parent = a_text(a_pool(), 20)
     child = parent.fork()
     parent.free()
@@ -349,6 +350,7 @@ def test_equal_tokens_after_another_beginning_are_another_text() -> None:
 
 
 def test_a_hash_that_lies_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case 107."""
     monkeypatch.setattr("onnx_inplace.runner.prefixes._hash", lambda before, tokens: b"same")
     pool = a_pool()
     pool.publish(a_text(pool, 16), list(range(16)))
@@ -410,6 +412,7 @@ def decode(
 
 
 def test_sequences_of_several_lengths_decode_as_each_alone() -> None:
+    """Case 50."""
     rng = np.random.default_rng(0)
     session = Session(decode)
     pool = SequencePool(session.allocate("cache"))
