@@ -17,7 +17,7 @@ pytestmark = pytest.mark.kernel
 def test_repacked_weights_are_as_large_as_stated(name):
     program = decoder(SHAPES[name])
     held = compiler.plan(program).memory(max_length=8, new_length=1).weights_in
-    assert held[REPACKED] == Session(program, fuse="auto")._engine._weights.nbytes > 0
+    assert held[REPACKED] == Session(program, fuse="auto")._engine.fused.weights.nbytes > 0
 
 
 def test_what_is_stated_depends_on_how_a_session_is_loaded():
