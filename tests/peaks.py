@@ -137,15 +137,15 @@ def _quiet() -> None:
 
 def take_the_arena_away() -> None:
     """Every allocation of onnxruntime is one of malloc from here on."""
-    options = library.Library._options
+    options = library._options
 
-    def without_arena(self: library.Library) -> Any:
-        found = options(self)
+    def without_arena(threads: int) -> Any:
+        found = options(threads)
         found.enable_cpu_mem_arena = False
         found.add_session_config_entry("session.use_env_allocators", "0")
         return found
 
-    library.Library._options = without_arena  # type: ignore[method-assign]
+    library._options = without_arena
 
 
 def count_allocations(load: Callable[[], Subject]) -> dict[str, int]:

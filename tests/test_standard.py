@@ -285,7 +285,7 @@ def test_a_shared_weight_gives_the_right_results(transposed, saved, tmp_path: Pa
 
 def test_a_shared_weight_is_in_memory_once() -> None:
     plan = compiler.plan(shared_weight(transposed=False))
-    engine = execute.Engine(plan, execute.Settings())
+    engine = execute.Engine(plan, execute.Settings(fuse=execute.Fuse.OFF))
     ((tensor, value),) = engine._library._values.values()
     assert value.data_ptr() == address(tensor.numpy())
 
