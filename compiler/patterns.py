@@ -8,7 +8,8 @@ What a graph writes in several nodes is one operation already (``rewriting``).
 * what follows a product element by element: a bias, an activation, a gate, a residual. The product
   does it before its result leaves the registers: ``fused.DOMAIN::Product``.
 
-A pattern is joined only where nothing else uses what stands between its operations.
+A pattern is joined only where nothing else uses what stands between its operations, and where none
+of them reads storage of the caller that is written before the last one.
 
 ``Product(x, residual)`` has the attributes ``matrices``: its products as operations of the model,
 one, or a gate and what it gates; ``biases``: values, one for each matrix, or None; ``activation``:
@@ -109,13 +110,29 @@ def _apply(
     uses = _Uses(operations, values, leaving)
     gone: set[int] = set()
     made: dict[int, Operation] = {}
-    for o in operations:
+    for k, o in enumerate(operations):
         match = pattern(o, uses)
         if match is None or any(id(part) in gone or id(part) in made for part in match[1]):
+            continue
+        if _reads_late(match[1], operations[:k], values):
             continue
         made[id(o)] = match[0]
         gone |= {id(part) for part in match[1]}
     return [made.get(id(o), o) for o in operations if id(o) not in gone]
+
+
+def _reads_late(
+    parts: Sequence[Operation], before: Sequence[Operation], values: Sequence[FusedValue]
+) -> bool:
+    """Whether ``parts``, if they stood behind ``before``, would read what was overwritten since."""
+    written: set[str | None] = set()
+    for o in reversed(before):
+        part = any(o is p for p in parts)
+        if part and any(v is not None and values[v].root in written for v in o.inputs):
+            return True
+        if o.writes:
+            written.update(o.roots.values())
+    return False
 
 
 def _made(

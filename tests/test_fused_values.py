@@ -74,3 +74,27 @@ def test_a_result_and_its_views_are_returned_by_every_run() -> None:
                 others = [b for b in (*results, *kept) if b is not a]
                 assert not any(np.shares_memory(a, b) for b in others)
             kept += results
+
+
+@model
+def sum_of_products(
+    cache: Mutable[FLOAT[1, 4, 3]], x: FLOAT[1, 4, 3], position: INT64[()]
+) -> tuple[FLOAT[1, 4, 3], Alias["cache"]]:
+    """The sum could be part of the first product, if that stood behind the write."""
+    before = op.MatMul(cache, weight(MATRIX, "matrix"))
+    updated = kv.CacheUpdate(cache, x, position)
+    return before + op.MatMul(updated, weight(MATRIX, "again")), updated
+
+
+def test_a_product_of_a_cache_is_not_joined_with_what_stands_behind_a_write() -> None:
+    session = Session(sum_of_products)
+    cache = session.allocate("cache")
+    random = np.random.default_rng(0)
+    with session.bind(cache=cache) as step:
+        for _ in range(2):
+            cache[:] = random.integers(-9, 9, cache.shape)
+            x = random.integers(-9, 9, cache.shape).astype(np.float32)
+            expected = cache @ MATRIX + x @ MATRIX
+            total, _ = step.run(x=x, position=0)
+            assert step._frame.frame.fused
+            np.testing.assert_array_equal(total, expected)
