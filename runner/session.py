@@ -21,7 +21,16 @@ import onnx_ir as ir
 
 from onnx_inplace.compiler import errors, loader, planner, positions
 from onnx_inplace.numba_kernels import cpu
-from onnx_inplace.runner import binding, checks, execute, inputs, outputs, page_checks, storage
+from onnx_inplace.runner import (
+    binding,
+    checks,
+    execute,
+    inputs,
+    outputs,
+    page_checks,
+    slabs,
+    storage,
+)
 from onnx_inplace.runner.actions import Fuse, Settings
 from onnx_inplace.runner.fused.choice import Refusal
 from onnx_inplace.runner.page_port import PagedPort
@@ -160,7 +169,7 @@ class Session:
             return port.allocate(shape, None if budget is None else _size(port, "budget", budget))
         if math.prod(shape) * port.dtype.itemsize > sys.maxsize:
             raise errors.BindingError(f"{port}: no memory has room for {shape}.", name)
-        return storage.zeros(shape, port.dtype)
+        return slabs.zeros(shape, port.dtype)
 
     def bind(self, /, **arrays: object) -> binding.Binding:
         """Lend arrays to the session, which then may write them. The lease begins here.

@@ -208,8 +208,8 @@ def test_sessions_of_one_model_share_nothing_that_is_lent() -> None:
 
 
 def test_there_is_no_way_to_opt_out() -> None:
-    """Case 94. Checks are not a mode; fused steps make the same ones."""
-    assert list(inspect.signature(Session).parameters) == ["source", "threads", "fuse"]
+    """Case 94. Checks are not a mode; fused steps and all kernels make the same ones."""
+    assert list(inspect.signature(Session).parameters) == ["source", "threads", "fuse", "kernels"]
     assert list(inspect.signature(Session.run).parameters) == ["self", "feeds", "writable"]
 
 
