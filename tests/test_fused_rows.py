@@ -172,6 +172,17 @@ def test_reduce(guarded, columns, operation):
     np.testing.assert_allclose(output, name(x.astype(np.float64), 1), rtol=1e-6)
 
 
+@pytest.mark.parametrize("place", [0, 15, 16, 20, 39])
+@pytest.mark.parametrize("operation", reductions.Of)
+def test_what_is_reduced_with_nan_is_nan(operation, place):
+    x = floats(np.random.default_rng(0), 2, 40)
+    x[1, place] = np.nan
+    output = np.zeros(2, np.float32)
+    block = reductions.Reduce(operation, at(x), at(output), 2, 40, row(x))
+    together([(reductions.reduce, block)], 1)
+    assert np.isnan(output).tolist() == [False, True]
+
+
 @pytest.mark.parametrize("columns", [1, 17, 256, 300, 49_152])
 def test_largest_is_the_first_one(guarded, columns):
     rng = np.random.default_rng(columns)

@@ -63,7 +63,7 @@ _silu, _gelu, _gelu_tanh = (
     make_unary(Lanes.gelu),
     make_unary(Lanes.gelu_tanh),
 )
-_relu = make_unary(lambda e, x: e.maximum(x, e.constant(0.0)))
+_relu = make_unary(Lanes.relu)
 _tanh, _sigmoid = make_unary(Lanes.tanh), make_unary(Lanes.sigmoid)
 _silu_multiply = make_binary(lambda e, a, b: e.builder.fmul(e.silu(a), b))
 _gelu_multiply = make_binary(lambda e, a, b: e.builder.fmul(e.gelu(a), b))

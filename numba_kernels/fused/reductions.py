@@ -29,7 +29,7 @@ class Reduce(NamedTuple):
     """``output[r] = operation(input[r, :])``.
 
     Shapes:
-        input:  (rows, columns) float32
+        input:  (rows, columns) float32; at least one column
         output: (rows) float32
     """
 
@@ -75,13 +75,25 @@ def _plus(e):
     return e.builder.fadd
 
 
+def _or_nan(e, choose, a, b):
+    """``choose(a, b)``, which gives ``b`` where ``a`` is NaN; here NaN of both stays."""
+    return e.builder.select(e.builder.fcmp_unordered("uno", a, a), a, choose(a, b))
+
+
 _I = types.int64
 _sum = make_reduction(0.0, lambda e, total, values, _: e.builder.fadd(total, values), _plus)
 _maximum = make_reduction(
     float("-inf"), lambda e, total, values, _: e.maximum(values, total), lambda e: e.maximum
 )
-_minimum = make_reduction(
-    float("inf"), lambda e, total, values, _: e.minimum(values, total), lambda e: e.minimum
+_highest_or_nan = make_reduction(
+    float("-inf"),
+    lambda e, total, values, _: _or_nan(e, e.maximum, values, total),
+    lambda e: lambda a, b: _or_nan(e, e.maximum, a, b),
+)
+_lowest_or_nan = make_reduction(
+    float("inf"),
+    lambda e, total, values, _: _or_nan(e, e.minimum, values, total),
+    lambda e: lambda a, b: _or_nan(e, e.minimum, a, b),
 )
 _LOWEST, _HIGHEST = np.float32(-np.inf), np.float32(np.inf)
 _CHUNK = 256  # numbers whose largest one is found together
@@ -135,9 +147,9 @@ def reduce(arguments, thread, threads):
     for r in range(first, last):
         row, n = x.input + r * x.input_row, x.columns
         if x.operation == 2:
-            result = _maximum(row, n, _LOWEST)
+            result = _highest_or_nan(row, n, _LOWEST)
         elif x.operation == 3:
-            result = _minimum(row, n, _HIGHEST)
+            result = _lowest_or_nan(row, n, _HIGHEST)
         else:
             result = _sum(row, n, np.float32(0))
             if x.operation == 1:
