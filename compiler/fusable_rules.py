@@ -28,6 +28,10 @@ _BY_LENGTH = {"Attention", "PagedAttention", "GroupQueryAttention"}
 # -- products
 
 
+def _empty(weight: ir.Value | None, context: Context) -> str | None:
+    return "its weight is empty" if 0 in (context.shape(weight) or ()) else None
+
+
 def _matmul_bits(node: ir.Node, context: Context) -> str | None:
     if integer(node, "bits", 4) not in (4, 8):
         return f"{integer(node, 'bits', 4)} bits"
@@ -51,7 +55,7 @@ def _matmul(node: ir.Node, context: Context) -> str | None:
         return "its second input is no weight"
     if context.rank(weight) != 2 or context.rank(node.inputs[0]) < 2:
         return "its weight is no matrix"
-    return floats(node, context)
+    return _empty(weight, context) or floats(node, context)
 
 
 def _gemm(node: ir.Node, context: Context) -> str | None:
@@ -65,7 +69,7 @@ def _gemm(node: ir.Node, context: Context) -> str | None:
         shape, out = context.shape(bias), context.shape(node.outputs[0])
         if shape is None or out is None or len(shape) != 1 or shape[0] != out[1]:
             return "its bias is no row"
-    return floats(node, context)
+    return _empty(weight, context) or floats(node, context)
 
 
 # -- numbers one by one

@@ -98,3 +98,52 @@ def test_a_product_of_a_cache_is_not_joined_with_what_stands_behind_a_write() ->
             total, _ = step.run(x=x, position=0)
             assert step._frame.frame.fused
             np.testing.assert_array_equal(total, expected)
+
+
+@model
+def softmax_of_nothing(x: FLOAT["n", 3]) -> tuple[FLOAT["n", 3], FLOAT["n", 0]]:
+    product = op.MatMul(x, weight(MATRIX, "matrix"))
+    return product, op.Softmax(product[:, :0])
+
+
+def test_what_is_empty_is_left_to_ordinary_steps() -> None:
+    session = Session(softmax_of_nothing)
+    x = np.ones((2, 3), np.float32)
+    with session.bind() as step:
+        product, nothing = step.run(x=x)
+        assert not step._frame.frame.fused
+    np.testing.assert_array_equal(product, x @ MATRIX)
+    assert nothing.shape == (2, 0)
+    assert [refusal.dims for refusal in session.refusals] == [{"n": 2}]
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
+def test_an_empty_weight_is_left_to_ordinary_steps(shape) -> None:
+    @model
+    def product(x: FLOAT["n", shape[0]]) -> FLOAT["n", shape[1]]:
+        return op.MatMul(x, weight(np.zeros(shape, np.float32), "matrix"))
+
+    session = Session(product)
+    assert [r.reason for r in session.plan.fused.refusals] == ["its weight is empty"]
+    with session.bind() as step:
+        (result,) = step.run(x=np.ones((2, shape[0]), np.float32))
+    np.testing.assert_array_equal(result, np.zeros((2, shape[1])))
+
+
+@model
+def around(
+    cache: Mutable[FLOAT[1, 4, 3]], x: FLOAT[1, 1, 3], position: INT64[()]
+) -> Alias["cache"]:
+    updated = kv.CacheUpdate(
+        cache, op.MatMul(x, weight(MATRIX, "matrix")), position, mode="circular"
+    )
+    return updated
+
+
+def test_the_largest_position_is_one_of_a_circular_cache() -> None:
+    session = Session(around)
+    cache, x = session.allocate("cache"), np.ones((1, 1, 3), np.float32)
+    with session.bind(cache=cache) as step:
+        step.run(x=x, position=2**63 - 1)
+        assert step._frame.frame.fused
+    np.testing.assert_array_equal(cache[0], np.concatenate([np.zeros((3, 3)), x[0] @ MATRIX]))

@@ -33,7 +33,7 @@ def update(b: Builder, o: Operation) -> None:
         def fail(numbers: Array) -> None:
             raise errors.CapacityError(root, int(numbers.item()), length, capacity, row)
 
-        end = 2**63 - 1 if circular else capacity - length + 1
+        end = 2**63 if circular else capacity - length + 1
         b.bounds.append(Bound(position, 0, end, fail))
     place = None if position is None else b.array(position)
     rows, token = math.prod(rest[0]), math.prod(rest[1]) * cache.itemsize

@@ -144,7 +144,10 @@ class Builder:
         shape = self.value(index).shape
         if shape is None:
             raise NotFused(f"the shape of `{self.value(index).name}` is known only in a run")
-        return self._numbers(index, shape)
+        found = self._numbers(index, shape)
+        if 0 in found:  # kernels divide by numbers of columns
+            raise NotFused(f"`{self.value(index).name}` is empty")
+        return found
 
     def integers(self, index: int | None) -> tuple[int, ...] | None:
         """The integers of a parameter; None where the operator leaves it out."""
