@@ -33,7 +33,7 @@ Weights = Mapping[str, ir.TensorProtocol]
 
 
 class WeightsError(InplaceError, ValueError):
-    """The data of a weight cannot be found, or lies outside of the model's folder."""
+    """The data of a weight cannot be found, has changed, or lies outside of the model's folder."""
 
 
 @contextlib.contextmanager

@@ -113,6 +113,7 @@ class Engine:
                 case Kernel():
                     self._kernels[id(step)] = registry.compile_step(step, self._settings)
                 case SubSession():
+                    self._library.expect(step)
                     self._sub_sessions[id(step)] = standard.SubSessionRunner(
                         step, self.plan, self._library
                     )

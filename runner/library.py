@@ -13,7 +13,7 @@ import onnx_ir as ir
 import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as ort
 
-from onnx_inplace.compiler import errors
+from onnx_inplace.compiler import errors, weights
 from onnx_inplace.compiler.steps import SubSession, Weight
 
 _SILENT = 4  # log severity: fatal
@@ -60,6 +60,12 @@ class Library:
     def __init__(self, threads: int):
         self._threads = threads
         self._values: dict[int, tuple[ir.TensorProtocol, onnxruntime.OrtValue]] = {}
+        self._files: dict[Path, tuple[int, ...] | None] = {}
+
+    def expect(self, step: SubSession) -> None:
+        """Remember how the files of a sub-session's weights are, because it is loaded later."""
+        for path in _files(step):
+            self._files.setdefault(path, _state(path))
 
     def load(self, step: SubSession) -> onnxruntime.InferenceSession:
         """A session that is ready to run.
@@ -67,7 +73,14 @@ class Library:
         Raises:
             errors.UnsupportedOperator: onnxruntime does not know an operator, or not for these
             types and shapes.
+            weights.WeightsError: a file of weights is another one since :meth:`expect`.
         """
+        for path in _files(step):
+            if _state(path) != self._files.get(path, _state(path)):
+                raise weights.WeightsError(
+                    f"`{path}` has changed since the session was loaded, and this run is the first "
+                    "one that needs weights of it: make a new session of the model"
+                )
         try:
             try:
                 return self._load(step, copied=False)
@@ -115,6 +128,19 @@ class Library:
             )
             held = self._values[id(tensor)] = tensor, value
         return held[1]
+
+
+def _files(step: SubSession) -> set[Path]:
+    return {Path(w.tensor.path) for w in step.weights if isinstance(w.tensor, ir.ExternalTensor)}
+
+
+def _state(path: Path) -> tuple[int, ...] | None:
+    """What tells a file from another one in its place; None: it is not there."""
+    try:
+        state = os.stat(path)
+    except OSError:
+        return None
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def _options(threads: int) -> Any:

@@ -11,8 +11,10 @@ import pytest
 from decoders import Shape, decoder
 from test_fused_decoders import decode
 
-from onnx_inplace import Session, compiler
+from onnx_inplace import Session, compiler, dsl
 from onnx_inplace.compiler import matrices as compiled
+from onnx_inplace.compiler.weights import WeightsError
+from onnx_inplace.dsl import FLOAT, op, weight
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner.fused import blob, matrices, sources, weights
 
@@ -278,3 +280,25 @@ def test_processes_share_the_pages_of_the_file(model):
     with open("/proc/self/maps") as lines:
         mapped = [line.split()[1] for line in lines if line.rstrip().endswith(str(file_of(model)))]
     assert found.mapped and set(mapped) == {"r--s"}, "read only, shared"
+
+
+@pytest.mark.parametrize("change", ["replaced", "deleted"])
+def test_weights_that_change_before_the_first_prompt_are_not_mixed(tmp_path, change):
+    matrix = np.random.default_rng(0).standard_normal((300, 300)).astype(np.float32)
+
+    @dsl.model
+    def product(x: FLOAT["n", 300]) -> FLOAT["n", 300]:
+        return op.MatMul(x, weight(matrix, "matrix"))
+
+    product.save(tmp_path / "m.onnx")
+    (data,) = tmp_path.glob("*.data")
+    session = Session(tmp_path / "m.onnx")
+    other = tmp_path / "other"
+    other.write_bytes(bytes(data.stat().st_size))
+    os.replace(other, data) if change == "replaced" else data.unlink()
+    with session.bind() as step:
+        (token,) = step.run(x=np.ones((1, 300), np.float32))
+        np.testing.assert_allclose(token[0], matrix.sum(0), rtol=1e-4, atol=1e-4)
+        with pytest.raises(WeightsError, match="has changed since the session was loaded"):
+            step.run(x=np.ones((5, 300), np.float32))
+        step.run(x=np.ones((1, 300), np.float32))
