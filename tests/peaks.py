@@ -30,7 +30,7 @@ from onnx_inplace import Session
 from onnx_inplace.compiler import sizes
 from onnx_inplace.compiler.memory import BlockUse, machine
 from onnx_inplace.compiler.steps import Block, SubSession
-from onnx_inplace.runner import library
+from onnx_inplace.runner import library, storage
 
 RUNS = 4  # the first notes shapes, the second prepares buffers
 _CACHE_LINE = 64
@@ -120,8 +120,9 @@ class Subject:
         """Make caches, written, so that their memory is there; bind them and run."""
         arrays = {}
         for port in self.session.mutable_inputs:
-            sizes_ = {dim: self.dims[dim] for dim in port.dims}
-            arrays[port.name] = self.session.allocate(port.name, **sizes_)
+            shape = [d if isinstance(d, int) else self.dims[str(d)] for d in port.shape or ()]
+            # of malloc, which the meters count; what `allocate` gives may be mapped
+            arrays[port.name] = storage.zeros(shape, port.dtype)
             arrays[port.name][...] = 0
         with self.session.bind(**arrays) as step:
             for k in range(RUNS):
