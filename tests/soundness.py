@@ -115,7 +115,7 @@ def harmless(example: strategies.Example, plain: bytes) -> bool:
             results = interpreter.in_place(model, feed, storage)
         except interpreter.OutOfRange:
             return True  # nothing is promised
-        except (interpreter.Forbidden, ValueError, IndexError, ZeroDivisionError):
+        except (interpreter.Forbidden, TypeError, ValueError, IndexError, ZeroDivisionError):
             return False  # the rest: where a name that was hidden stands for another array
         returned: set[str] = set()
         for declared, wanted, got in zip(declaration.returns, expected, results, strict=True):
