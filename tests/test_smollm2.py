@@ -124,7 +124,7 @@ def test_pages_say_what_numpy_says(reference, text, load) -> None:
     """In 32 bits, to the token; old pages in fewer bits stay close, and are far smaller."""
     prompt = text.encode(tokenizer.first_turn(SEA)).ids
     expected, logits = expected_logits(reference, prompt, 110)
-    session = load(Precision.EXACT, generate.PAGED)
+    session = load(Precision.EXACT, generate.PAGED, "off")
 
     plain = paged.PagedConversation(session, 300, tiers=None, first_format="FLOAT32")
     assert list(plain.generate(prompt, 31)) == expected[:31]
@@ -174,7 +174,7 @@ def test_caches_are_the_callers(text, load) -> None:
 
 def test_stock_onnxruntime_computes_the_same(text, load, folder) -> None:
     prompt = text.encode("The sea is").ids
-    conversation = generate.Conversation(load(Precision.EXACT, "float32"), 16)
+    conversation = generate.Conversation(load(Precision.EXACT, "float32", "off"), 16)
     path = generate.compiled(Precision.EXACT, "float32", folder)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
