@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import interpreter
 import numpy as np
+import onnx
 import onnxruntime
 import strategies
 
@@ -143,7 +144,7 @@ def _accepted(
 ) -> bool:
     """Run it; whether in fused steps."""
     model = interpreter.Model.parse(compiled.serialized)
-    reference = _stock(compiled.serialized) if example.stock else None
+    reference = _stock(compiled.serialized) if example.stock and _stock_can(compiled) else None
     try:
         session = Session(loaded, fuse=fuse)
     except errors.InplaceError as error:
@@ -231,6 +232,23 @@ def _refuses(step, feed, storage, before) -> None:
             return
         raise Unsound("a failed run left a write behind, and the binding is not dirty") from None
     raise Unsound("a write that does not fit was run")
+
+
+def _stock_can(compiled: program.Program) -> bool:
+    """Whether stock onnxruntime runs the file as it means.
+
+    onnxruntime 1.32 drops the overload of a call that stands in a function: a second variant of an
+    operator inside of a function is run as the first one (docs/format.md).
+    """
+    functions = compiled.proto.functions
+    return not any(node.overload for f in functions for node in _all_nodes(f.node))
+
+
+def _all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    for node in nodes:
+        yield node
+        for attribute in node.attribute:
+            yield from _all_nodes(attribute.g.node)
 
 
 def _stock(serialized: bytes) -> onnxruntime.InferenceSession:
