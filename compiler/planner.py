@@ -144,7 +144,12 @@ class _Planner:
         )
 
     def fusing(self) -> fuse.Planner:
-        """What the fused alternative is made with: one copy of a weight serves both."""
+        """What the fused alternative is made with: one tensor of a weight serves both.
+
+        Its sub-sessions pack what those of ordinary steps pack, although each keeps its own packed
+        copy then: LSTM, for one, sums in another order over weights that are not packed, and a
+        recurrent state would drift from what onnxruntime makes of the same model.
+        """
         weights = frozenset(self.graph.initializers.values())
 
         def sub_session(nodes: tuple[ir.Node, ...], wanted: set[ir.Value]) -> Step:
@@ -217,8 +222,15 @@ class _Planner:
         for value in (*entering, *results):
             self.slot(value)
         self.from_sessions.update(results)
-        shared = self.shared if shared is None else shared
-        return subsession.build(nodes, results, self.model, self.slots, shared, self.loaded.extents)
+        return subsession.build(
+            nodes,
+            results,
+            self.model,
+            self.slots,
+            self.shared if shared is None else shared,
+            self.shared,
+            self.loaded.extents,
+        )
 
     def special(self, node: ir.Node, bodies: tuple[_Ordered, ...]) -> Step:
         if node.op_type == "If" and bodies:

@@ -22,12 +22,14 @@ def build(
     model: ir.Model,
     slots: Mapping[ir.Value, int],
     shared: frozenset[ir.Value],
+    kept: frozenset[ir.Value],
     known: Extents,
 ) -> SubSession:
     """The sub-session that computes ``wanted``; ``shared`` are weights that stand elsewhere too.
 
-    What is ``known`` of the shapes inside is declared: the library writes a value over a dead one
-    only where it knows that they are of one size, and it infers less than we do.
+    ``kept`` are those that are needed there as they are, so that a packed copy would be a second
+    one. What is ``known`` of the shapes inside is declared: the library writes a value over a dead
+    one only where it knows that they are of one size, and it infers less than we do.
 
     Raises:
         errors.UnsupportedOperator: the element type of a value that enters is not known.
@@ -62,7 +64,7 @@ def build(
         tuple(Port(_name(v), slots[v]) for v in entering),
         tuple(Port(_name(v), slots[v]) for v in wanted),
         tuple(Weight(_name(v), _tensor(v), v in shared) for v in outside),
-        not _repacked(nodes, {v for v in outside if v in shared}),
+        not _repacked(nodes, {v for v in outside if v in kept}),
     )
 
 

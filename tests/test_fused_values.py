@@ -147,3 +147,34 @@ def test_the_largest_position_is_one_of_a_circular_cache() -> None:
         step.run(x=x, position=2**63 - 1)
         assert step._frame.frame.fused
     np.testing.assert_array_equal(cache[0], np.concatenate([np.zeros((3, 3)), x[0] @ MATRIX]))
+
+
+HIDDEN, FEATURES = 64, 96
+
+
+@model
+def recurrent(
+    x: FLOAT["time", 1, FEATURES], state: Mutable[FLOAT[1, 1, HIDDEN]]
+) -> tuple[FLOAT["time", 1, HIDDEN], Alias["state"]]:
+    random = np.random.default_rng(5)
+    taken, kept, matrix = (
+        random.normal(0, 0.3, shape).astype(np.float32)
+        for shape in ((1, 4 * HIDDEN, FEATURES), (1, 4 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN))
+    )
+    found, hidden, _ = op.LSTM(
+        x, weight(taken, "W"), weight(kept, "R"), None, None, state, hidden_size=HIDDEN
+    )
+    y = op.Tanh(op.MatMul(op.Squeeze(found, [1]), weight(matrix, "matrix")))
+    return y, kv.Assign(state, hidden)
+
+
+def test_what_no_template_makes_has_the_bits_of_ordinary_steps() -> None:
+    """LSTM sums in another order over weights that onnxruntime does not pack."""
+    states = {fuse: np.zeros((1, 1, HIDDEN), np.float32) for fuse in ("off", "auto")}
+    for fuse, state in states.items():
+        random = np.random.default_rng(6)
+        with Session(recurrent, fuse=fuse).bind(state=state) as step:
+            for _ in range(20):
+                step.run(x=random.standard_normal((1, 1, FEATURES)).astype(np.float32))
+            assert bool(step._frame.frame.fused) == (fuse == "auto")
+    np.testing.assert_array_equal(states["auto"], states["off"])
