@@ -31,6 +31,10 @@ class OutOfRange(Exception):
     """A write that does not fit: the functional meaning is not defined."""
 
 
+class Undefined(OutOfRange):
+    """The same in a value that nobody lent: a runtime that has no use for it may leave it out."""
+
+
 class Forbidden(Exception):
     """A write into storage that nobody lent for writing."""
 
@@ -64,7 +68,8 @@ def in_place(
     """Run in program order; writes change ``storage``, and results may be views of it.
 
     Raises:
-        OutOfRange: a position or an index is not in range.
+        OutOfRange: a position or an index is not in range of a value in ``storage``.
+        Undefined: likewise, of another value.
         Forbidden: something else than ``storage`` would be written.
     """
     return _Machine(model, {id(a): a for a in storage.values()}).run({**inputs, **storage})
@@ -126,11 +131,17 @@ class _Machine:
 
     def write(self, rule: Callable[..., None], inputs: list, attributes: dict) -> Array:
         target = inputs[0]
-        if not any(overlap(target, w) for w in self.writable):
+        lent = any(overlap(target, w) for w in self.writable)
+        if not lent:
             if self.in_place and rule in OWN_WRITES:
                 raise Forbidden
             target = target.copy()
-        rule(target, *inputs[1:], **attributes)
+        try:
+            rule(target, *inputs[1:], **attributes)
+        except OutOfRange:
+            if self.in_place and not lent:
+                raise Undefined from None
+            raise
         return target
 
     def call(self, function: onnx.FunctionProto, inputs: list[Array]) -> list[Array]:

@@ -220,3 +220,25 @@ def test_dimensions_with_an_empty_name_are_not_one_dimension() -> None:
         with pytest.raises(errors.StorageMismatch):
             step.run(values=np.ones((1, 1, 4), np.float32), start=[0, 3])
     assert cache[:, :, 0].tolist() == [[1, 0, 0, 0], [0, 0, 0, 1]]
+
+
+@pytest.mark.parametrize("read", [False, True], ids=["not read", "read"])
+def test_a_scatter_into_what_nobody_lent_is_an_ordinary_operator(read, guarded, untouched) -> None:
+    """It writes a value of its own: where nobody reads that, there is nothing to refuse."""
+
+    @model
+    def aside(
+        cache: Mutable[FLOAT["s", 4]], values: FLOAT["s", 4], start: INT64[1]
+    ) -> tuple[Alias["cache"], FLOAT["b", "s", 4]]:
+        batch = op.Unsqueeze(values, [0])
+        scattered = op.TensorScatter(batch, batch, start, axis=1)
+        return kv.Assign(cache, values), scattered if read else batch
+
+    cache, values = guarded((4, 4)), np.ones((4, 4), np.float32)
+    with Session(aside).bind(cache=cache) as step:
+        if read:
+            with untouched(cache), pytest.raises(errors.OperatorError, match="TensorScatter"):
+                step.run(values=values, start=[1])
+        else:
+            step.run(values=values, start=[1])
+            assert (cache == 1).all()
