@@ -14,7 +14,7 @@ from test_fused_decoders import decode
 from onnx_inplace import Session, compiler, dsl
 from onnx_inplace.compiler import matrices as compiled
 from onnx_inplace.compiler.weights import WeightsError
-from onnx_inplace.dsl import FLOAT, op, weight
+from onnx_inplace.dsl import FLOAT, INT64, op, weight
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner.fused import blob, matrices, sources, weights
 
@@ -293,12 +293,37 @@ def test_weights_that_change_before_the_first_prompt_are_not_mixed(tmp_path, cha
     product.save(tmp_path / "m.onnx")
     (data,) = tmp_path.glob("*.data")
     session = Session(tmp_path / "m.onnx")
-    other = tmp_path / "other"
-    other.write_bytes(bytes(data.stat().st_size))
-    os.replace(other, data) if change == "replaced" else data.unlink()
+    change_file(data, change)
     with session.bind() as step:
         (token,) = step.run(x=np.ones((1, 300), np.float32))
         np.testing.assert_allclose(token[0], matrix.sum(0), rtol=1e-4, atol=1e-4)
         with pytest.raises(WeightsError, match="has changed since the session was loaded"):
             step.run(x=np.ones((5, 300), np.float32))
         step.run(x=np.ones((1, 300), np.float32))
+
+
+@pytest.mark.parametrize("change", ["replaced", "deleted"])
+def test_rows_that_fused_steps_look_up_are_those_of_the_session(tmp_path, change):
+    random = np.random.default_rng(0)
+    table, matrix = random.integers(-3, 4, (2, 300, 300)).astype(np.float32)
+
+    @dsl.model
+    def embedded(tokens: INT64["n"]) -> FLOAT["n", 300]:
+        rows = op.Gather(weight(table, "table"), tokens)
+        return op.MatMul(rows, weight(matrix, "matrix"))
+
+    embedded.save(tmp_path / "m.onnx")
+    (data,) = tmp_path.glob("*.data")
+    session = Session(tmp_path / "m.onnx")
+    change_file(data, change)
+    with session.bind() as step:
+        (row,) = step.run(tokens=[7])
+        assert step._frame.frame.fused
+    np.testing.assert_allclose(row[0], table[7] @ matrix, rtol=1e-2, atol=0.1)
+
+
+def change_file(data, change):
+    """Another file in its place, or none."""
+    other = data.with_name("other")
+    other.write_bytes(bytes(data.stat().st_size))
+    os.replace(other, data) if change == "replaced" else data.unlink()
