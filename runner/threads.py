@@ -4,24 +4,57 @@ A parallel call waits for its last thread. Where that thread gets no core, becau
 works on the machine, it waits for a quantum of the scheduler: milliseconds instead of a tenth. So
 what a parallel call took is compared with what one thread would have taken. One loss is forgiven,
 for a core is away for a moment on any machine; losses that come again are followed by a pause.
+
+A forked process has one thread: those of its parent are not in it, and GNU OpenMP ends a process
+that asks for them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
+import os
 import threading
 from collections.abc import Iterator
 
 import numba
+
+from onnx_inplace.compiler import errors
 
 _FIRST_PAUSE = 32  # calls
 _AGAIN = 128  # parallel calls, after which one thread shows again what it takes
 _WEIGHT = 0.1  # of a measurement that is slower than those before it
 _MOST_CREDIT, _FIRST_CREDIT, _AFTER_PAUSE = 6, 2, 1  # gains, of which a loss costs two
 
+_log = logging.getLogger("onnx_inplace")
 _layer_lock = threading.Lock()
 _layer_is_safe = False
+_forked, _said = False, False
+
+
+def _after_fork() -> None:
+    """In a process that begins as a copy of one in which several threads may have worked."""
+    global _forked
+    with contextlib.suppress(ValueError):  # none had started: the copy may start its own
+        numba.threading_layer()
+        _forked = True
+
+
+if hasattr(os, "register_at_fork"):  # where there is fork
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _alone() -> bool:
+    """Whether no other thread can work in this process; says so once."""
+    global _said
+    if _forked and not _said:
+        _said = True
+        _log.warning(
+            "this process was forked from one in which kernels had run on several threads: here "
+            'they run on one. Processes that are started by "spawn" have all.'
+        )
+    return _forked
 
 
 @dataclasses.dataclass
@@ -47,7 +80,7 @@ class Policy:
 
     def parallel(self) -> bool:
         """Whether to try several threads for the next call."""
-        if self.pace is None:
+        if self.pace is None or _alone():
             return False  # one thread shows first what it takes
         if self.pause > 0:
             self.pause -= 1
@@ -81,8 +114,13 @@ def region(threads: int) -> Iterator[None]:
     """Threads of numba, at most ``threads``; one region at a time where the layer needs it.
 
     The layer "workqueue" aborts the process when two threads enter it.
+
+    Raises:
+        errors.BindingError: there is only one thread, in a forked process.
     """
     global _layer_is_safe
+    if _alone():
+        raise errors.BindingError("a forked process has no threads to measure.", "threads")
     before = numba.get_num_threads()
     numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
     try:
