@@ -459,3 +459,22 @@ def test_plan_says_what_is_fused_and_why_not(folder: Path) -> None:
     assert content["nodes"][0] > 30 and content["rows"] == ["1", "new_length"]
     assert content["refusals"] == []
     assert json.loads(ok("plan", "loop.onnx", "--json"))["fused"]["nodes"] == []
+
+
+def test_plan_shows_what_a_session_is_loaded_with(folder: Path) -> None:
+    """``--fuse``: other steps, and weights in other forms."""
+    decoders.decoder(decoders.Shape(layers=1)).save("decoder.onnx")
+
+    def planned(fuse: str) -> dict:
+        return json.loads(ok("plan", "decoder.onnx", "--json", "--fuse", fuse))
+
+    auto, off, only = (planned(fuse) for fuse in ("auto", "off", "decode-only"))
+    assert auto["steps"] == off["steps"] and any("Attention" in line for line in off["steps"])
+    assert ["nodes in one call" in line for line in only["steps"]] == [False, True]
+    repacked = "repacked for fused steps"
+    assert [repacked in p["memory"]["weights_in"] for p in (auto, off, only)] == [True, False, True]
+    assert auto["memory"]["weights"] > only["memory"]["weights"]
+    assert 'fused, with fuse="decode-only"' in ok("plan", "decoder.onnx", "--fuse", "decode-only")
+    assert "fused" not in ok("plan", "decoder.onnx", "--fuse", "off")
+    assert "nothing of this model" in fails(1, "plan", "loop.onnx", "--fuse", "decode-only")
+    assert "decode-only" in fails(2, "plan", "loop.onnx", "--fuse", "always")

@@ -117,6 +117,16 @@ def test_the_command_prints_json(program, tmp_path):
     assert len(set(kinds)) == len(kinds) > 3
 
 
+@pytest.mark.parametrize("fuse", ["off", "decode-only"])
+def test_the_command_measures_one_way_alone(program, tmp_path, fuse):
+    program.save(tmp_path / "model.onnx")
+    arguments = ["plan", str(tmp_path / "model.onnx"), "--profile", "--runs", "1", "--json"]
+    arguments += ["--dims", f"batch:1,new_length:1,max_length:{CAPACITY}", "--fuse", fuse]
+    result = CliRunner().invoke(commands.app, arguments)
+    assert result.exit_code == 0, result.output
+    assert [variant["fuse"] for variant in json.loads(result.stdout)["profile"]] == [fuse]
+
+
 def test_the_command_prints_tables(program, tmp_path):
     program.save(tmp_path / "model.onnx")
     arguments = ["plan", str(tmp_path / "model.onnx"), "--profile", "--runs", "2"]

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import decoders
 import pytest
 
 from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, kv, model
@@ -25,8 +26,10 @@ def path(tmp_path):
     return tmp_path / "append.onnx"
 
 
-def warmup(path, *options, kept_in):
-    environment = {**os.environ, "ONNX_INPLACE_CACHE": str(kept_in)}
+def warmup(path, *options, kept_in=None):
+    environment = {**os.environ}
+    if kept_in is not None:
+        environment["ONNX_INPLACE_CACHE"] = str(kept_in)
     command = [sys.executable, "-m", "onnx_inplace", "warmup", str(path), *options]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
@@ -56,3 +59,15 @@ def test_exit_codes(path, tmp_path):
     (tmp_path / "broken.onnx").write_bytes(b"not a model")
     assert warmup(tmp_path / "broken.onnx", kept_in=tmp_path).returncode == 1
     assert warmup(path, "--threads", "0", kept_in=tmp_path).returncode == 2
+
+
+def test_it_compiles_what_sessions_with_the_same_option_need(tmp_path):
+    """``--fuse off`` needs none of the kernels that fused steps are made of."""
+    decoders.decoder(decoders.Shape(layers=1)).save(tmp_path / "decoder.onnx")
+    found = {}
+    for fuse in ("off", "decode-only"):
+        done = warmup(tmp_path / "decoder.onnx", "--json", "--fuse", fuse)
+        assert done.returncode == 0, done.stderr
+        found[fuse] = {kernel["name"] for kernel in json.loads(done.stdout)["kernels"]}
+    assert "dense.update" in found["off"] - found["decode-only"]
+    assert any("interpreter" in name for name in found["decode-only"] - found["off"])

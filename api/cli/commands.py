@@ -226,6 +226,7 @@ def plan_(
     threads: Annotated[
         int, typer.Option("--threads", min=1, help="How many threads a run may use.")
     ] = 1,
+    fuse: values.FuseOption = values.Fusing.AUTO,
     budget: Annotated[
         str | None,
         typer.Option("--budget", metavar="SIZE", help="4GiB: fail if all of it does not fit."),
@@ -247,33 +248,23 @@ def plan_(
     """Print the steps of a run, its memory, what copies, what is proved and what a run checks."""
     sizes = {} if dims is None else values.sizes(dims, "--dims")
     if profile:
-        _profile(model, sizes, inputs or [], threads, runs, json_)
+        feeds = values.pairs(inputs or [], "--input", "NAME=FILE.npy").items()
+        given = {name: values.feed(text, name) for name, text in feeds}
+        profiled.profile(model, sizes, given, (threads, fuse), runs, json_=json_)
         return
     limit = None if budget is None else values.amount(budget, "--budget")
     _check_folder(html)
     plan = compiler.plan(model)
     if limit is not None:
-        plan.memory(threads, **sizes).require(limit)
+        plan.memory(threads, fuse.value, **sizes).require(limit)
     if html is not None:
         html.write_text(page.render(plan, str(model), sizes), encoding="utf-8")
     if json_:
-        report.print_json(planned.to_json(plan, sizes, threads))
+        report.print_json(planned.to_json(plan, sizes, threads, fuse))
     elif html is not None:
         print(f"{html}: ok")
     else:
-        planned.render(plan, str(model), sizes, threads)
-
-
-def _profile(
-    model: Path, sizes: dict[str, int], inputs: list[str], threads: int, runs: int, json_: bool
-) -> None:
-    feeds = values.pairs(inputs, "--input", "NAME=FILE.npy").items()
-    given = {name: values.feed(text, name) for name, text in feeds}
-    plan, variants = profiled.measure(model, sizes, given, threads, runs)
-    if json_:
-        report.print_json(profiled.to_json(plan, variants))
-    else:
-        profiled.render(plan, variants, sizes)
+        planned.render(plan, str(model), sizes, threads, fuse)
 
 
 @app.command()

@@ -9,7 +9,8 @@ import onnx
 from rich.console import Console
 from rich.text import Text
 
-from onnx_inplace.compiler import notes, steps
+from onnx_inplace.cli.values import Fusing
+from onnx_inplace.compiler import errors, notes, steps
 from onnx_inplace.compiler.fused import ROWS, Fused
 from onnx_inplace.compiler.memory import Bytes, Memory
 from onnx_inplace.compiler.new_pages import NewPages
@@ -17,17 +18,19 @@ from onnx_inplace.compiler.new_pages import NewPages
 _Note = notes.Copied | notes.Fallback | notes.Condition | NewPages
 
 
-def render(plan: steps.ExecutionPlan, path: str, dims: Mapping[str, int], threads: int) -> None:
+def render(
+    plan: steps.ExecutionPlan, path: str, dims: Mapping[str, int], threads: int, fuse: Fusing
+) -> None:
     """Draw a plan; colours only on a terminal, and no line is broken or cut.
 
     Raises:
-        errors.BindingError: the model has no such dimension.
+        errors.BindingError: the model has no such dimension, or nothing for ``DECODE_ONLY``.
         errors.ContractError: no run with these dimensions is possible.
     """
-    memory = plan.memory(threads, **dims)
+    memory, block = plan.memory(threads, fuse.value, **dims), _main(plan, fuse)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(Text(path, "dim"))
-    for depth, line in _block(plan, plan.block, 1):
+    for depth, line in _block(plan, block, 1):
         console.print(Text("  " * depth).append_text(line))
     console.print(Text.assemble(("memory [bytes]", "bold"), _given(dims)))
     rows = memory_rows(memory)
@@ -38,9 +41,22 @@ def render(plan: steps.ExecutionPlan, path: str, dims: Mapping[str, int], thread
         console.print(Text.assemble((title, "bold"), ": none" if not found else ":"))
         for note in found:
             console.print(Text(f"  {note}").append_text(_place(note.location)))
-    console.print(Text.assemble(('fused, with fuse="auto"', "bold"), f": {_fused(plan)}"))
+    if fuse is Fusing.OFF:
+        return
+    console.print(Text.assemble((f'fused, with fuse="{fuse.value}"', "bold"), f": {_fused(plan)}"))
     for refusal in plan.fused.refusals:
         console.print(Text(f"  not {refusal}").append_text(_place(refusal.location)))
+
+
+def _main(plan: steps.ExecutionPlan, fuse: Fusing) -> steps.Block:
+    """The steps that a session is loaded with; with ``AUTO``, those of runs with many rows."""
+    if fuse is not Fusing.DECODE_ONLY:
+        return plan.block
+    if plan.fused.block is None:
+        raise errors.BindingError(
+            f'fuse="{fuse.value}": nothing of this model can be fused. Use fuse="auto".', "fuse"
+        )
+    return plan.fused.block
 
 
 def _fused(plan: steps.ExecutionPlan) -> str:
@@ -53,15 +69,17 @@ def _fused(plan: steps.ExecutionPlan) -> str:
     return f"{nodes} nodes in one call each, while {rows} are at most {ROWS}"
 
 
-def to_json(plan: steps.ExecutionPlan, dims: Mapping[str, int], threads: int) -> dict[str, object]:
+def to_json(
+    plan: steps.ExecutionPlan, dims: Mapping[str, int], threads: int, fuse: Fusing
+) -> dict[str, object]:
     """For programs.
 
     Raises:
-        errors.BindingError: the model has no such dimension.
+        errors.BindingError: the model has no such dimension, or nothing for ``DECODE_ONLY``.
         errors.ContractError: no run with these dimensions is possible.
     """
-    memory = plan.memory(threads, **dims)
-    lines = ["  " * (depth - 1) + line.plain for depth, line in _block(plan, plan.block, 1)]
+    memory, block = plan.memory(threads, fuse.value, **dims), _main(plan, fuse)
+    lines = ["  " * (depth - 1) + line.plain for depth, line in _block(plan, block, 1)]
     texts = {title: [str(note) for note in found] for title, found in _notes(plan).items()}
     sizes = {name: _json(getattr(memory, name)) for name, _, _ in _PARTS}
     lists = {"unknown": list(memory.unknown), "estimates": list(memory.estimates)}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from onnx_inplace.runner.profile import Profile, Timed
     from onnx_inplace.runner.session import Session
 
-_Fuse = Literal["auto", "off"]
+_Fuse = Literal["auto", "off", "decode-only"]
 _TITLE = 80  # characters of a step
 _CHUNK = 1 << 16  # random numbers, repeated in larger arrays
 
@@ -34,10 +34,33 @@ class Variant:
     profile: Profile
 
 
+def profile(
+    model: Path,
+    dims: Mapping[str, int],
+    inputs: Mapping[str, Any],
+    loaded_with: tuple[int, values.Fusing],
+    runs: int,
+    *,
+    json_: bool,
+) -> None:
+    """Measure, see :func:`measure`, and print tables or JSON."""
+    plan, variants = measure(model, dims, inputs, loaded_with, runs)
+    if json_:
+        report.print_json(to_json(plan, variants))
+    else:
+        render(plan, variants, dims)
+
+
 def measure(
-    model: Path, dims: Mapping[str, int], inputs: Mapping[str, Any], threads: int, runs: int
+    model: Path,
+    dims: Mapping[str, int],
+    inputs: Mapping[str, Any],
+    loaded_with: tuple[int, values.Fusing],
+    runs: int,
 ) -> tuple[ExecutionPlan, list[Variant]]:
-    """Profile the model with fused steps, where it has some, and without.
+    """Profile the model with fused steps, where it has some, and without; or in one way only.
+
+    ``loaded_with``: threads and steps of a session; ``AUTO`` measures both kinds of steps.
 
     Caches are full of small random numbers; ordinary inputs that are not given are zeros.
 
@@ -45,15 +68,18 @@ def measure(
         typer.BadParameter: the size of a dimension is missing, or there is no such input.
         errors.InplaceError: the model cannot be loaded, or does not run with these inputs.
     """
+    threads, fuse = loaded_with
     plan = onnx_inplace.compiler.plan(model)
     found: list[Variant] = []
     storage: dict[str, Any] = {}
-    ways: list[_Fuse] = ["auto", "off"] if plan.fused.regions else ["off"]
-    for fuse in ways:
-        session = onnx_inplace.Session(model, threads=threads, fuse=fuse)
+    ways: list[_Fuse] = [fuse.value]
+    if fuse is values.Fusing.AUTO:
+        ways = ["auto", "off"] if plan.fused.regions else ["off"]
+    for way in ways:
+        session = onnx_inplace.Session(model, threads=threads, fuse=way)
         feeds = _feeds(session, dims, inputs)
         storage = storage or {p.name: _cache(session, p, dims) for p in session.mutable_inputs}
-        found.append(Variant(fuse, onnx_inplace.profile(session, storage, feeds, runs)))
+        found.append(Variant(way, onnx_inplace.profile(session, storage, feeds, runs)))
     return plan, found
 
 

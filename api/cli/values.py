@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
 import re
 from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -17,6 +18,17 @@ import onnx_inplace
 
 PAGES = ".pages"
 """Ends the names of files that hold a paged cache."""
+
+
+class Fusing(enum.Enum):
+    """What ``Session(fuse=)`` takes; an enum, as typer shows the words of one."""
+
+    AUTO = "auto"
+    OFF = "off"
+    DECODE_ONLY = "decode-only"
+
+
+FuseOption = Annotated[Fusing, typer.Option("--fuse", help="What its sessions are loaded with.")]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from onnx_inplace.cli import report
+from onnx_inplace.cli import report, values
 from onnx_inplace.compiler import errors
 
 
@@ -39,7 +39,7 @@ class Warmed:
     folder: Path
 
 
-def warm(model: Path, threads: int) -> Warmed:
+def warm(model: Path, threads: int, fuse: values.Fusing) -> Warmed:
     """Load a model, which compiles what it needs and nobody has compiled before.
 
     Raises:
@@ -58,7 +58,7 @@ def warm(model: Path, threads: int) -> Warmed:
             "ONNX_INPLACE_CACHE",
         )
     before, start = len(memory.made()), time.perf_counter()
-    Session(model, threads=threads)
+    Session(model, threads=threads, fuse=fuse.value)
     seconds = time.perf_counter() - start
     kernels = (Kernel(m.name, m.seconds, m.read) for m in memory.made()[before:])
     return Warmed(tuple(kernels), seconds, folder)
@@ -89,10 +89,11 @@ def warmup(
     threads: Annotated[
         int, typer.Option("--threads", min=1, help="How many threads runs will use.")
     ] = 1,
+    fuse: values.FuseOption = values.Fusing.AUTO,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Compile the kernels that a model needs, so that its first session need not wait for them."""
-    warmed = warm(model, threads)
+    warmed = warm(model, threads, fuse)
     if json_:
         kernels = [dataclasses.asdict(kernel) for kernel in warmed.kernels]
         content = {"ok": True, "problems": [], "kernels": kernels}

@@ -184,7 +184,7 @@ class Region:
             with threads.region(self._workers):
                 self._clock.run(instructions, self._control)
             return
-        work = float(self._streamed)
+        work = max(1.0, self._streamed)  # a pace is seconds for some work
         for numbers, each in self._growing:
             work += each * int(numbers.sum())
         parallel = self._parallel is not None and self._policy.parallel()
