@@ -4,7 +4,7 @@ What a graph writes in several nodes is one operation already (``rewriting``).
 
 * ``MatMulNBits(x) + ReduceSum(Reshape(x)) @ remainder``: 4-bit weights whose blocks have a minimum
   of their own. One product with exact minima.
-* ``x * Sigmoid(x)``, ``Silu(gate) * up`` and ``Gelu(gate) * up``: the gate of a feed-forward.
+* ``Silu(gate) * up`` and ``Gelu(gate) * up``: the gate of a feed-forward.
 * what follows a product element by element: a bias, an activation, a gate, a residual. The product
   does it before its result leaves the registers: ``fused.DOMAIN::Product``.
 
@@ -38,7 +38,6 @@ def join(
     found = list(operations)
     for pattern in (
         _corrected,
-        _silu,
         _named,
         _gated,
         _product,
@@ -190,17 +189,6 @@ def _sums_blocks(sums: Operation, blocks: Operation, uses: _Uses, count: int, si
     axes = sums.inputs[1] if len(sums.inputs) > 1 else None
     content = None if axes is None else uses.values[axes].content
     return content in ((len(shape) - 1,), (-1,)) and not sums.attributes.get("keepdims", 1)
-
-
-def _silu(mul: Operation, uses: _Uses) -> _Match | None:
-    """``x * Sigmoid(x)``."""
-    if not _is(mul, "Mul"):
-        return None
-    for x, gate in (mul.inputs, mul.inputs[::-1]):
-        sigmoid = uses.made_by(gate, "Sigmoid")
-        if sigmoid is not None and sigmoid.inputs[0] == x:
-            return _made(mul, "Silu", (x,)), (sigmoid,)
-    return None
 
 
 def _named(o: Operation, uses: _Uses) -> _Match | None:

@@ -6,7 +6,7 @@ the same. All of it is decided by structure. Operands of Add and Mul may stand i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import onnx_ir as ir
@@ -111,6 +111,25 @@ def _is_gelu_by_tanh(
 
 def _tanh_gelu(op: _Op, x: Any, **_: Any) -> Any:
     return op.Gelu(x, approximate="tanh")
+
+
+# -- SiLU
+
+
+def _silu(op: _Op, x: Any) -> Any:
+    return op.Mul(x, op.Sigmoid(x))
+
+
+def _silu_steep(op: _Op, x: Any, alpha: Any) -> Any:
+    return op.Mul(x, op.Sigmoid(op.Mul(x, alpha)))
+
+
+def _is_silu(context: Any, x: ir.Value, alpha: ir.Value | None = None, **_: Any) -> bool:
+    return x.dtype is not None and (alpha is None or _number(alpha) is not None)
+
+
+def _swish(op: _Op, x: Any, alpha: ir.Value | None = None) -> Any:
+    return op.Swish(x, alpha=1.0 if alpha is None else _number(alpha))
 
 
 # -- norms
@@ -254,20 +273,37 @@ def _turned(op: _Op, x: Any, cos: Any, sin: Any, **_: Any) -> Any:
     return op.Turn(x, cos, sin, _domain=fused.DOMAIN)
 
 
-_ROUNDS = (
-    [pattern.RewriteRule(_layer_norm, _normalized, _is_layer_norm)],
-    [
-        pattern.RewriteRule(_gelu_divided, _gelu, _is_gelu(2**0.5)),
-        pattern.RewriteRule(_gelu_divided_half, _gelu, _is_gelu(2**0.5)),
-        pattern.RewriteRule(_gelu_times, _gelu, _is_gelu(0.5**0.5)),
-        pattern.RewriteRule(_gelu_times_half, _gelu, _is_gelu(0.5**0.5)),
-        pattern.RewriteRule(_gelu_by_tanh, _tanh_gelu, _is_gelu_by_tanh),
-        pattern.RewriteRule(_gelu_by_tanh_outside, _tanh_gelu, _is_gelu_by_tanh),
-        pattern.RewriteRule(_rms_divided, _rms, _is_rms),
-        pattern.RewriteRule(_rms_reciprocal, _rms, _is_rms),
-        pattern.RewriteRule(_rms_one_over, _rms, _is_rms),
-        pattern.RewriteRule(_rotary, _turned, _is_rotary),
-    ],
+_ROUNDS: tuple[dict[str, list[pattern.RewriteRule]], ...] = (
+    {"ReduceMean": [pattern.RewriteRule(_layer_norm, _normalized, _is_layer_norm)]},
+    {
+        "Erf": [
+            pattern.RewriteRule(_gelu_divided, _gelu, _is_gelu(2**0.5)),
+            pattern.RewriteRule(_gelu_divided_half, _gelu, _is_gelu(2**0.5)),
+            pattern.RewriteRule(_gelu_times, _gelu, _is_gelu(0.5**0.5)),
+            pattern.RewriteRule(_gelu_times_half, _gelu, _is_gelu(0.5**0.5)),
+        ],
+        "Tanh": [
+            pattern.RewriteRule(_gelu_by_tanh, _tanh_gelu, _is_gelu_by_tanh),
+            pattern.RewriteRule(_gelu_by_tanh_outside, _tanh_gelu, _is_gelu_by_tanh),
+        ],
+        "Sigmoid": [
+            pattern.RewriteRule(_silu, _swish, _is_silu),
+            pattern.RewriteRule(_silu_steep, _swish, _is_silu),
+        ],
+        "ReduceMean": [
+            pattern.RewriteRule(_rms_divided, _rms, _is_rms),
+            pattern.RewriteRule(_rms_reciprocal, _rms, _is_rms),
+            pattern.RewriteRule(_rms_one_over, _rms, _is_rms),
+        ],
+        "Neg": [pattern.RewriteRule(_rotary, _turned, _is_rotary)],
+    },
 )
-ROUNDS = tuple(pattern.RewriteRuleSet(rules, commute=True) for rules in _ROUNDS)
 """One after the other: the norm of centered numbers contains the one of any numbers."""
+
+
+def rounds(families: Collection[str]) -> Iterator[pattern.RewriteRuleSet]:
+    """Rules of ``families`` (of ``rewriting.FAMILIES``), to be applied one set after another."""
+    for by_family in _ROUNDS:
+        rules = [r for family, found in by_family.items() if family in families for r in found]
+        if rules:
+            yield pattern.RewriteRuleSet(rules, commute=True)

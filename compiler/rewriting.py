@@ -1,8 +1,8 @@
 """Operators that graphs write in several nodes, as one operation: by onnxscript's rewriter.
 
-The operations of a fused step become a graph, the rules of ``rewrite_rules`` are applied to it, and
-what they leave becomes operations again. Values keep their numbers: a rule makes one node whose
-inputs and outputs were there before.
+Operations of a fused step that may be part of a pattern become a graph, the rules of
+``rewrite_rules`` are applied to it, and what they leave becomes operations again. Values keep their
+numbers: a rule makes one node whose inputs and outputs were there before.
 """
 
 from __future__ import annotations
@@ -17,8 +17,19 @@ import onnx_ir as ir
 
 from onnx_inplace.compiler.fused import FusedValue, Operation
 
-STARTS = {"Erf", "Tanh", "ReduceMean", "Neg", "Sigmoid"}
-"""Every pattern has one of them: without any, the rewriter is not even imported (0.2 s)."""
+FAMILIES = {
+    "Erf": {"Erf", "Div", "Mul", "Add"},
+    "Tanh": {"Tanh", "Pow", "Mul", "Add"},
+    "Sigmoid": {"Sigmoid", "Mul"},
+    "ReduceMean": {"ReduceMean", "Sub", "Pow", "Add", "Sqrt", "Reciprocal", "Div", "Mul"},
+    "Neg": {"Neg", "Slice", "Concat", "Mul", "Add"},
+}
+"""Operators of patterns, by one that each of a family has.
+
+What is no part of any does not enter the graph, and rules of a family that cannot match are not
+tried: a decoder of 1,236 nodes with SiLU takes 0.01 s, all nodes and all rules 1.2 s. Without any
+family the rewriter is not even imported (0.08 s).
+"""
 
 
 def rewrite(
@@ -28,13 +39,20 @@ def rewrite(
     opset: int,
 ) -> list[Operation]:
     """The operations, those of a pattern as one. ``leaving``: values that are used elsewhere."""
-    if not any(o.op_type in STARTS for o in operations):
+    families = {o.op_type for o in operations} & set(FAMILIES)
+    if not families:
         return list(operations)
+    words = {word for family in families for word in FAMILIES[family]}
+    parts = [o for o in operations if o.op_type in words and not o.domain]
+    others = {id(o) for o in operations} - {id(o) for o in parts}
+    used = {k for o in operations if id(o) in others for k in o.inputs if k is not None}
+    graph = _Graph(parts, values, {*leaving, *used}, opset)
     found = importlib.import_module("onnx_inplace.compiler.rewrite_rules")
-    graph = _Graph(operations, values, leaving, opset)
-    for rules in found.ROUNDS:
+    for rules in found.rounds(families):
         rules.apply_to_model(graph.model)
-    return graph.operations()
+    place = {k: n for n, o in enumerate(operations) for k in o.outputs if k is not None}
+    left = [*graph.operations(), *(o for o in operations if id(o) in others)]
+    return sorted(left, key=lambda o: max(place[k] for k in o.outputs if k is not None))
 
 
 class _Graph:
@@ -47,15 +65,16 @@ class _Graph:
         leaving: Collection[int],
         opset: int,
     ):
-        self._values = [_value(k, value) for k, value in enumerate(values)]
-        self._of = {self._node(o): o for o in operations}
         made = {k for o in operations for k in o.outputs if k is not None}
         used = {k for o in operations for k in o.inputs if k is not None}
+        self._values = {k: _value(k, values[k]) for k in sorted(made | used)}
+        self._of = {self._node(o): o for o in operations}
+        entering = [self._values[k] for k in sorted(used - made)]
         graph = ir.Graph(
-            [v for k, v in enumerate(self._values) if k in used - made and v.const_value is None],
+            [v for v in entering if v.const_value is None],
             [self._values[k] for k in sorted(made & set(leaving))],
             nodes=list(self._of),
-            initializers=[v for k, v in enumerate(self._values) if v.const_value is not None],
+            initializers=[v for v in entering if v.const_value is not None],
             opset_imports={"": opset},
         )
         self.model = ir.Model(graph, ir_version=11)

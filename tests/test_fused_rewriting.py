@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from test_fused_templates import (
+    CASES,
     Case,
     W,
     erf,
@@ -12,6 +13,7 @@ from test_fused_templates import (
     normalized,
     run,
     session,
+    swish,
 )
 
 from onnx_inplace.compiler import rewriting
@@ -40,6 +42,9 @@ ONE = {
         TIMES + "h = Mul (x, half_of) a = Add (e, n1) y = Mul (a, h)",
         gelu,
     ),
+    "silu": ("g = Sigmoid (x) y = Mul (x, g)", swish),
+    "silu, operands changed": ("g = Sigmoid (x) y = Mul (g, x)", swish),
+    "steep silu": ("s = Mul (x, n2) g = Sigmoid (s) y = Mul (x, g)", lambda x: swish(x, 2)),
     "gelu by tanh": (TANH + "a = Add (t, n1) h = Mul (x, half_of) y = Mul (h, a)", gelu_tanh),
     "tanh, half last": (TANH + "a = Add (n1, t) h = Mul (x, a) y = Mul (h, half_of)", gelu_tanh),
     "rms norm": (MEAN + "q = Div (x, r) y = Mul (q, scale)", rms),
@@ -66,6 +71,10 @@ def test_a_pattern_is_one_operation(name):
 
 
 OTHER = {
+    "another number than that of the sigmoid": (
+        "n = Neg (x) a = Abs (n) g = Sigmoid (n) y = Mul (a, g)",
+        lambda x: abs(x) / (1 + np.exp(x)),
+    ),
     "another constant": (
         "d = Div (x, n2) e = Erf (d) a = Add (e, n1) m = Mul (x, a) y = Mul (m, half_of)",
         lambda x: 0.5 * x * (1 + erf(x / 2)),
@@ -97,6 +106,11 @@ def test_what_only_looks_like_a_pattern_stays_what_it_is(name):
     np.testing.assert_allclose(result, meant, rtol=0, atol=1e-5 * np.abs(meant).max())
 
 
-def test_every_pattern_begins_with_an_operator_that_is_looked_for():
-    nodes = {word for text, _ in ONE.values() for word in text.split()}
-    assert rewriting.STARTS - {"Neg"} <= nodes
+def test_every_pattern_belongs_to_a_family_of_operators_that_is_looked_for():
+    seen = set()
+    for text in [*(text for text, _ in ONE.values()), CASES["rotary by slices"].nodes]:
+        words = {w for w in text.split() if w[:1].isupper()} - {"Reshape", "Transpose"}
+        found = {name for name, of in rewriting.FAMILIES.items() if name in words and words <= of}
+        assert found, text
+        seen |= found
+    assert seen == set(rewriting.FAMILIES)
