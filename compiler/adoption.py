@@ -35,6 +35,7 @@ from onnx_inplace.compiler import (
 from onnx_inplace.compiler.errors import ContractError, Finding
 from onnx_inplace.compiler.program import Program
 
+_DEFAULTS = 4  # the IR version from which on an initializer that is an input is only its default
 CAPACITY = "max_length"  # what an axis is called that a model names before and after a write
 
 
@@ -140,6 +141,11 @@ def _copy(proto: Any) -> Any:
 def _prepared(proto: Any) -> Any:
     """Without facts, and without functions of the author: states may be written inside of them."""
     recovery.clear_facts(proto)
+    if proto.ir_version < _DEFAULTS:
+        constants = {t.name for t in proto.graph.initializer}
+        inputs = [v for v in proto.graph.input if v.name not in constants]
+        del proto.graph.input[:]
+        proto.graph.input.extend(inputs)
     if any(True for _ in derivation.own_functions(proto)):
         stock = onnx.ModelProto.FromString(proto.SerializeToString())
         names = {(f.domain, f.name) for f in derivation.own_functions(proto)}

@@ -81,6 +81,10 @@ def inferred(proto: Any) -> dict[str, Any]:
     bare.graph.ClearField("value_info")
     for info in _infos(bare.graph):
         info.type.tensor_type.ClearField("shape")
+    inputs = {v.name for v in bare.graph.input}  # an initializer of one is only its default
+    constants = [t for t in bare.graph.initializer if t.name not in inputs]
+    del bare.graph.initializer[:]
+    bare.graph.initializer.extend(constants)
     try:
         bare = onnx.shape_inference.infer_shapes(bare, data_prop=True)
     except onnx.shape_inference.InferenceError:

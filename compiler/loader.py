@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 
 import onnx_ir as ir
 
@@ -42,6 +43,7 @@ class Loaded:
         extents: sizes of its values, as far as the inputs fix them.
         judgements: what is known before a run of each position, index and length.
         program: the model as it stands in the file.
+        defaults: what inputs are that a run does not bring, by name; none is mutable.
     """
 
     model: ir.Model = dataclasses.field(repr=False)
@@ -50,6 +52,7 @@ class Loaded:
     extents: Extents = dataclasses.field(repr=False)
     judgements: tuple[capacity.Judgement, ...] = dataclasses.field(repr=False)
     program: Program
+    defaults: Mapping[str, ir.TensorProtocol] = dataclasses.field(repr=False)
 
     @property
     def name(self) -> str:
@@ -142,6 +145,7 @@ def _refuse(findings: list[Finding]) -> None:
 
 def _flatten(verified: Verified, program: Program) -> Loaded:
     model = verified.model
+    defaults = _take_defaults(model.graph)
     try:
         flat.flatten(model)
         aliases = _analyse(model, verified)
@@ -155,7 +159,17 @@ def _flatten(verified: Verified, program: Program) -> Loaded:
         capacity.judge(model.graph, aliases.owner, mutable, known, capacity.Guarded.OPEN)
     )
     _refuse(capacity.findings(judgements, derivation.locate))
-    return Loaded(model, aliases, mutable, known, judgements, program)
+    return Loaded(model, aliases, mutable, known, judgements, program, defaults)
+
+
+def _take_defaults(graph: ir.Graph) -> dict[str, ir.TensorProtocol]:
+    """Initializers of inputs are no constants: a run may bring another value."""
+    defaults = {}
+    for value in graph.inputs:
+        if value.is_initializer() and value.const_value is not None:
+            graph.initializers.pop(str(value.name))
+            defaults[str(value.name)], value.const_value = value.const_value, None
+    return defaults
 
 
 def _analyse(model: ir.Model, verified: Verified) -> alias.AliasMap:

@@ -215,7 +215,8 @@ class Binding:
         """
         session, lent = self._session, storage.leases.lent
         if len(values) != len(session.feeds) or not session.feed_names.issuperset(values):
-            values = inputs.flatten([port.name for _, port in session.feeds], values)
+            names = [port.name for _, port in session.feeds]
+            values = inputs.flatten(names, values, session.defaults)
         given: list[Any] = []
         for _, port in session.feeds:
             value = values[port.name]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -187,11 +188,15 @@ def _refused(port: Port, value: object) -> errors.StorageMismatch:
     )
 
 
-def flatten(names: Iterable[str], given: Mapping[str, object]) -> dict[str, Any]:
+def flatten(
+    names: Iterable[str],
+    given: Mapping[str, object],
+    defaults: Mapping[str, object] = MappingProxyType({}),
+) -> dict[str, Any]:
     """Arguments by the names of the graph: ``caches=[a, b]`` is ``caches.0`` and ``caches.1``.
 
     A sequence, mapping, named tuple or dataclass is a group when the graph has parameters
-    ``name.…`` and none that is called ``name`` itself.
+    ``name.…`` and none that is called ``name`` itself. What is not given is its default.
 
     Raises:
         errors.BindingError: a name is missing, unknown, or given twice.
@@ -203,6 +208,7 @@ def flatten(names: Iterable[str], given: Mapping[str, object]) -> dict[str, Any]
             if path in found:
                 raise errors.BindingError(f"`{path}` is given twice.", path)
             found[path] = leaf
+    found = {**defaults, **found}
     missing = [n for n in expected if n not in found]
     unknown = [n for n in found if n not in expected]
     if not missing and not unknown:

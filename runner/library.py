@@ -169,9 +169,14 @@ def _counts_only(graph: onnx.GraphProto) -> bool:
 
 
 def _unsupported(step: SubSession, message: str) -> errors.UnsupportedOperator:
-    """Which node onnxruntime means; its names are those that the plan gave."""
-    nodes = _nodes(onnx.ModelProto.FromString(step.model).graph)
-    found = next((n for n in nodes if n.name and n.name in message), onnx.NodeProto())
+    """Which node onnxruntime means; its names are those that the plan gave.
+
+    Of an operator that it does not know it says domain and type.
+    """
+    nodes = list(_nodes(onnx.ModelProto.FromString(step.model).graph))
+    named = (n for n in nodes if n.name and n.name in message)
+    typed = (n for n in nodes if f"{n.domain or 'ai.onnx'}:{n.op_type}(" in message)
+    found = next(named, None) or next(typed, onnx.NodeProto())
     reason = message.split(" : ")[-1]
     return errors.UnsupportedOperator(found.domain, found.op_type, f"onnxruntime: {reason}")
 

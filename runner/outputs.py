@@ -44,8 +44,8 @@ class Outputs(tuple[Array, ...]):
         return tuple(self)
 
     def items(self) -> ItemsView[str, Array]:
-        """Pairs of name and array, in order."""
-        return dict(zip(self._index, self, strict=True)).items()
+        """Pairs of name and array, in order; a name that a model gives twice, once."""
+        return {name: self[index] for name, index in self._index.items()}.items()
 
     def get(self, name: str, default: Any = None) -> Any:
         """The array of a name, or ``default``."""

@@ -53,6 +53,7 @@ class Session:
 
     Attributes:
         inputs: ordinary inputs, in the order of the graph.
+        defaults: what some of them are where a run does not bring them.
         mutable_inputs: inputs that a caller lends for writing.
         outputs: results of a run.
         threads: of onnxruntime and of parallel kernels.
@@ -105,6 +106,7 @@ class Session:
         self.feeds = tuple((slot, port) for slot, port in ports if port.name not in mutable)
         self.inputs = tuple(port for _, port in self.feeds)
         self.feed_names = frozenset(port.name for port in self.inputs)
+        self.defaults = {name: _constant(tensor) for name, tensor in loaded.defaults.items()}
         self.ports_by_name = {port.name: port for port in self.mutable_inputs}
         self.paged = any(isinstance(port, PagedPort) for _, port in ports)
         self.results = tuple((o.name, o.slot, o.root) for o in self.plan.outputs)
@@ -236,6 +238,12 @@ def _path(kernels: str) -> cpu.Path:
         return cpu.choose(kernels)
     except ValueError as error:
         raise errors.BindingError(str(error), "kernels") from None
+
+
+def _constant(tensor: ir.TensorProtocol) -> Array:
+    array = tensor.numpy().view()
+    array.flags.writeable = False
+    return array
 
 
 def _weights_in_memory(graph: ir.Graph) -> dict[str, Array]:

@@ -91,7 +91,7 @@ def _feeds(session: Session, dims: Mapping[str, int], given: Mapping[str, Any]) 
         raise typer.BadParameter(message, param_hint="--input")
     found = {}
     for port in session.inputs:
-        value = given.get(port.name)
+        value = given.get(port.name, session.defaults.get(port.name))
         if isinstance(value, np.ndarray):
             value = values.typed(value, port.dtype)
         found[port.name] = np.zeros(_shape(port, dims), port.dtype) if value is None else value
