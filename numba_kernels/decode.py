@@ -8,14 +8,15 @@ from numba import carray, njit
 
 from onnx_inplace.numba_kernels import layout
 from onnx_inplace.numba_kernels.decode_parts import (
+    STREAMS,
     TILE,
     head_lanes,
+    make_ask,
     make_gather,
     make_scores,
     make_soften,
 )
 from onnx_inplace.numba_kernels.floats import (
-    SIZES,
     exp2,
     float32_at,
     float_of_bits,
@@ -33,8 +34,10 @@ HEADER = 64  # bytes: a counter of items, the number of splits
 TOKENS = 16 // head_lanes(GROUP)
 PARTIAL = 128 + GROUP * SIZE * 4  # bytes: largest scores, sums of weights, sums of values
 SCRATCH = (GROUP * SIZE + 48 + TILE // TOKENS * 16) * 4  # bytes: queries, state, scores
-AHEAD = TILE * SIZE * SIZES[KIND]  # bytes: the tile that follows is asked for
+STEPS = TILE // STREAMS  # rows of a stream in a tile
+AHEAD = 1024  # bytes of a stream that are asked for beforehand
 
+ask = make_ask(KIND, SIZE)
 scores = make_scores(KIND, SIZE, GROUP)
 soften = make_soften(GROUP)
 gather = make_gather(KIND, SIZE, GROUP)
@@ -46,14 +49,27 @@ def workspace_size(items: int, workers: int) -> int:
 
 
 @njit
-def _adjust(x, at, b, h, first, count, weights):
-    """Softcap and mask for the scores of ``count`` keys from ``first`` on."""
+def _adjust(x, at, b, h, first, down, across, count, weights):
+    """Softcap and mask for the scores of ``count`` keys from ``first`` on, in streams."""
     s = floats(weights, TILE // TOKENS * 16)
     for g in range(GROUP):
         mask = at.mask + b * x.mask_batch + (h * GROUP + g) * x.mask_head
         for j in range(count):
             place = j // TOKENS * 16 + g * TOKENS + j % TOKENS
-            s[place] = layout.adjusted(x, s[place], np.float32(LOG2_E), mask, first + j)
+            key = first + j // STREAMS * down + j % STREAMS * across
+            s[place] = layout.adjusted(x, s[place], np.float32(LOG2_E), mask, key)
+
+
+@njit
+def _tile(x, at, b, h, first, down, across, count, queries, weights, state, sums):
+    """``count`` keys and their values: rows of a tile from ``first`` on (see ``decode_parts``)."""
+    key = at.key + b * x.key_batch + h * x.key_head + first * x.key_token
+    value = at.value + b * x.value_batch + h * x.value_head + first * x.value_token
+    scores(key, down * x.key_token, across * x.key_token, count, queries, weights, AHEAD)
+    if x.softcap or x.mask_size:
+        _adjust(x, at, b, h, first, down, across, count, weights)
+    soften(weights, count, state)
+    gather(value, down * x.value_token, across * x.value_token, count, weights, state, sums, AHEAD)
 
 
 @njit
@@ -74,15 +90,17 @@ def split(x, at, b, h, low, high, scratch, partial):
     result = floats(partial, PARTIAL // 4)
     for i in range(32, PARTIAL // 4):
         result[i] = 0
-    for t in range(low, high, TILE):
-        count = min(TILE, high - t)
-        key = at.key + b * x.key_batch + h * x.key_head + t * x.key_token
-        value = at.value + b * x.value_batch + h * x.value_head + t * x.value_token
-        scores(key, x.key_token, count, queries, weights, AHEAD)
-        if x.softcap or x.mask_size:
-            _adjust(x, at, b, h, t, count, weights)
-        soften(weights, count, state)
-        gather(value, x.value_token, count, weights, state, partial + 128, AHEAD)
+    # whole tiles in streams, a part of the tokens each; what is left as it lies
+    across = max(0, high - low) // TILE * STEPS
+    if across:
+        key = at.key + b * x.key_batch + h * x.key_head + low * x.key_token
+        value = at.value + b * x.value_batch + h * x.value_head + low * x.value_token
+        ask(key, x.key_token, across * x.key_token)
+        ask(value, x.value_token, across * x.value_token)
+    for t in range(low, low + across, STEPS):
+        _tile(x, at, b, h, t, 1, across, TILE, queries, weights, state, partial + 128)
+    for t in range(low + STREAMS * across, high, TILE):
+        _tile(x, at, b, h, t, STREAMS, 1, high - t, queries, weights, state, partial + 128)
     for i in range(32):
         result[i] = s[i]
 

@@ -4,6 +4,11 @@ The query heads of a kv head are done together, so that a key is converted once 
 vector of 16 lanes holds the scores of ``16 // lanes`` tokens for each head: lane
 ``head * tokens + token``; ``lanes`` is the number of heads, rounded up to a power of two.
 
+Rows of a tile come from ``STREAMS`` places: row r is ``r // STREAMS`` rows of the cache (``down``
+bytes each) behind the one ``r % STREAMS`` times ``across`` bytes behind the first. Each place is a
+stream of its own for the CPU's prefetcher, which stops at the end of each 4 KiB: with one stream of
+keys and one of values a core waits there, with four of each it has other requests under way.
+
 Scores are in base 2: the caller has multiplied the queries by log2(e).
 """
 
@@ -18,13 +23,15 @@ from numba.extending import intrinsic
 
 from onnx_inplace.numba_kernels.floats import SIZES
 from onnx_inplace.numba_kernels.layout import LOWEST
-from onnx_inplace.numba_kernels.vector import LANES, VECTOR, Emitter
+from onnx_inplace.numba_kernels.vector import LANES, VECTOR, Emitter, Value
 
 TILE = 32  # tokens of one pass through the three loops: best of 16 to 256
+STREAMS = 4  # best of 1 to 16
 _REGISTERS = 16  # accumulators that are kept at once
 _HEADS = 8  # heads that share each load of the values
 _TOGETHER = 4  # keys that share each load of the queries
 
+_STREAM_BITS = STREAMS.bit_length() - 1
 _LINE = 64  # bytes that one access brings from memory
 
 _I = types.int64
@@ -35,11 +42,18 @@ def head_lanes(group: int) -> int:
     return 1 << (group - 1).bit_length()
 
 
+def _row(e: Emitter, base: Value, down: Value, across: Value, row: Value) -> Value:
+    """Address of a row of a tile."""
+    b = e.builder
+    stream, step = b.and_(row, e.whole(STREAMS - 1)), b.ashr(row, e.whole(_STREAM_BITS))
+    return e.add(base, e.add(e.times(step, down), e.times(stream, across)))
+
+
 def make_scores(kind: int, size: int, group: int) -> Any:
-    """``scores(keys, stride, count, queries, to, ahead)``: products of keys with all heads.
+    """``scores(keys, down, across, count, queries, to, ahead)``: products of keys with all heads.
 
     Shapes:
-        keys:    (count) rows of ``size`` elements of ``kind``, ``stride`` bytes apart
+        keys:    (count) rows of ``size`` elements of ``kind``
         queries: (group, size) float32
         to:      (groups of tokens, 16) float32; LOWEST where there is no token
         ahead:   bytes from a key to the one to ask for
@@ -47,16 +61,16 @@ def make_scores(kind: int, size: int, group: int) -> Any:
     tokens = LANES // head_lanes(group)
 
     @intrinsic
-    def scores(typing_context, keys, stride, count, queries, to, ahead):
+    def scores(typing_context, keys, down, across, count, queries, to, ahead):
         def generate(context, builder, signature, arguments):
             e = Emitter(builder)
-            keys, stride, count, queries, to, ahead = arguments
+            keys, down, across, count, queries, to, ahead = arguments
             last = e.add(count, -1)
             lanes = e.lanes([lane % tokens for lane in range(LANES)])
             with e.loop(e.groups(count, tokens)) as g:
                 first = e.times(g, tokens)
                 rows = [
-                    e.add(keys, e.times(e.least(e.add(first, j), last), stride))
+                    _row(e, keys, down, across, e.least(e.add(first, j), last))
                     for j in range(tokens)
                 ]
                 sums = [e.constant(0.0)] * LANES
@@ -79,9 +93,28 @@ def make_scores(kind: int, size: int, group: int) -> Any:
                 e.store(row, e.add(to, e.times(g, 64)))
             return context.get_dummy_value()
 
-        return types.void(_I, _I, _I, _I, _I, _I), generate
+        return types.void(_I, _I, _I, _I, _I, _I, _I), generate
 
     return scores
+
+
+def make_ask(kind: int, size: int) -> Any:
+    """``ask(rows, down, across)``: ask for the rows of a tile."""
+
+    @intrinsic
+    def ask(typing_context, rows, down, across):
+        def generate(context, builder, signature, arguments):
+            e = Emitter(builder)
+            rows, down, across = arguments
+            with e.loop(e.whole(TILE)) as r:
+                row = _row(e, rows, down, across, r)
+                for at in range(0, size * SIZES[kind], _LINE):
+                    e.prefetch(e.add(row, at))
+            return context.get_dummy_value()
+
+        return types.void(_I, _I, _I), generate
+
+    return ask
 
 
 def make_soften(group: int) -> Any:
@@ -125,12 +158,12 @@ def make_soften(group: int) -> Any:
 
 
 def make_gather(kind: int, size: int, group: int) -> Any:
-    """``gather(values, stride, count, weights, state, sums, ahead)``: add weighted values.
+    """``gather(values, down, across, count, weights, state, sums, ahead)``: add weighted values.
 
     A part of the columns is summed up for all heads, so that each value is converted once.
 
     Shapes:
-        values:  (count) rows of ``size`` elements of ``kind``, ``stride`` bytes apart
+        values:  (count) rows of ``size`` elements of ``kind``
         weights: (groups of tokens, 16) float32, as ``soften`` leaves them
         sums:    (group, size) float32
         ahead:   bytes from a value to the one to ask for
@@ -140,11 +173,11 @@ def make_gather(kind: int, size: int, group: int) -> Any:
     width = max(1, _REGISTERS // heads_at_once) * LANES  # elements that are summed up at once
 
     @intrinsic
-    def gather(typing_context, values, stride, count, weights, state, sums, ahead):
+    def gather(typing_context, values, down, across, count, weights, state, sums, ahead):
         def panel(e: Emitter, heads: range, columns: range, arguments: Any) -> None:
             """Some columns of some heads."""
             builder = e.builder
-            values, stride, count, weights, state, sums, ahead = arguments
+            values, down, across, count, weights, state, sums, ahead = arguments
             last = e.add(count, -1)
             places = {(h, c): e.add(sums, (h * size + c) * 4) for h in heads for c in columns}
             kept = {}
@@ -158,7 +191,7 @@ def make_gather(kind: int, size: int, group: int) -> Any:
                 row = e.add(weights, e.times(g, 64))
                 for j in range(tokens):
                     token = e.least(e.add(e.times(g, tokens), j), last)
-                    value = e.add(values, e.times(token, stride))
+                    value = _row(e, values, down, across, token)
                     for c in columns if heads.start == 0 else ():
                         if c * SIZES[kind] % _LINE == 0:
                             e.prefetch(e.add(e.add(value, ahead), c * SIZES[kind]))
@@ -181,6 +214,6 @@ def make_gather(kind: int, size: int, group: int) -> Any:
                     panel(e, heads, range(c, min(size, c + width), LANES), arguments)
             return context.get_dummy_value()
 
-        return types.void(_I, _I, _I, _I, _I, _I, _I), generate
+        return types.void(_I, _I, _I, _I, _I, _I, _I, _I), generate
 
     return gather

@@ -10,6 +10,7 @@ from numba import njit
 
 from onnx_inplace.numba_kernels import layout
 from onnx_inplace.numba_kernels.decode_parts import (
+    STREAMS,
     TILE,
     head_lanes,
     make_gather,
@@ -77,13 +78,13 @@ def attend(task):
         ahead = ahead_value = TILE * ROW
         if t + TILE >= x.last and x.next:
             ahead, ahead_value = x.next - x.key - t * ROW, x.next_value - x.value - t * ROW
-        scores(x.key + t * ROW, ROW, count, queries, weights, ahead)
+        scores(x.key + t * ROW, STREAMS * ROW, ROW, count, queries, weights, ahead)
         if softcap > 0:
             _cap(weights, (count + TOKENS - 1) // TOKENS * 16, softcap)
         soften(weights, count, state)
         if UNIT != 1:
             _scale(weights, (count + TOKENS - 1) // TOKENS * 16, UNIT)
-        gather(x.value + t * ROW, ROW, count, weights, state, x.sums, ahead_value)
+        gather(x.value + t * ROW, STREAMS * ROW, ROW, count, weights, state, x.sums, ahead_value)
     for g in range(GROUP):
         total = np.float32(0)
         for j in range(TOKENS):
