@@ -5,8 +5,19 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnx_inplace.compiler import contract
-from onnx_inplace.compiler.fusable_context import Context, Rule, given, is_float, only
+from onnx_inplace.compiler.fusable_context import (
+    LARGEST_HEAD,
+    Context,
+    Rule,
+    given,
+    integer,
+    is_float,
+    only,
+    text,
+)
 from onnx_inplace.compiler.sizes import Size
+
+_SOFTMAX_IN_FLOAT32 = (1, 10, 16)  # float32, float16 and bfloat16 are served by float32
 
 
 def _update(node: ir.Node, context: Context) -> str | None:
@@ -28,11 +39,52 @@ def _attention(node: ir.Node, context: Context) -> str | None:
         return "its keys and values are not storage of the caller"
     if not context.facts.is_kernel(node):
         return "without nonpad_kv_seqlen"
-    if any(given(node, k) is not None for k in (3, 4, 5)):
-        return "with a mask or past values"
+    if any(given(node, k) is not None for k in (4, 5)):
+        return "with past values"
+    mask = given(node, 3)
+    if mask is not None and not (is_float(mask) or mask.dtype == ir.DataType.BOOL):
+        return "its mask is neither BOOL nor a float of at most 32 bits"
+    if integer(node, "softmax_precision", 1) not in _SOFTMAX_IN_FLOAT32:
+        return "its softmax is not computed in float32"
     if node.attributes.get("qk_matmul_output_mode") is not None and len(node.outputs) > 1:
         return "its scores are wanted"
     return only(node, 0)
+
+
+_GROUPED = (
+    "query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length",
+    "cos_cache", "sin_cache", "position_ids", "attention_bias", "head_sink", "k_scale", "v_scale",
+    "q_norm_weight", "k_norm_weight", "query_seqlens",
+)  # fmt: skip
+_GROUPED_FLOATS = (*range(5), 7, 8, 10, 11)
+
+
+def _grouped(node: ir.Node, context: Context) -> str | None:
+    value = dict(enumerate(node.inputs))
+    if not (context.root(value.get(3)) and context.root(value.get(4))):
+        return "its past is not storage of the caller"
+    more = [_GROUPED[k] for k, v in value.items() if k >= _GROUPED.index("k_scale") and v]
+    attributes = [n for n in ("kv_cache_bit_width", "qk_output") if integer(node, n, 0)]
+    attributes += [n for n in ("sliding_window_cache",) if integer(node, n, 0)]
+    attributes += [n for n in ("k_quant_type", "v_quant_type") if text(node, n, "NONE") != "NONE"]
+    if more or attributes:
+        return f"with {', '.join((*more, *attributes))}"
+    if (value.get(1) is None) != (value.get(2) is None):
+        return "one of key and value is packed into its query"
+    if integer(node, "do_rotary", 0) and (value.get(7) is None or value.get(8) is None):
+        return "do_rotary without cos_cache and sin_cache"
+    for port in _GROUPED_FLOATS:
+        if value.get(port) is not None and not is_float(value[port]):
+            return f"its {_GROUPED[port]} is no float of at most 32 bits"
+    if not all(v is not None and v.dtype == ir.DataType.INT32 for v in map(value.get, (5, 6))):
+        return "its seqlens_k or total_sequence_length is not INT32"
+    places = value.get(9)
+    if places is not None and (places.dtype != ir.DataType.INT64 or context.rank(places) != 2):
+        return "its position_ids are no matrix of INT64"
+    size = (context.shape(value[3]) or (None,))[-1]
+    if not (isinstance(size, int) and size <= LARGEST_HEAD):
+        return f"heads of more than {LARGEST_HEAD}"
+    return only(node, 0, 1, 2)
 
 
 def _page_ids(node: ir.Node, context: Context, index: int) -> str | None:
@@ -77,6 +129,7 @@ RULES: dict[tuple[str, str], Rule] = {
     ("", "TensorScatter"): _update,
     (contract.DOMAIN, "CacheUpdate"): _update,
     ("", "Attention"): _attention,
+    ("com.microsoft", "GroupQueryAttention"): _grouped,
     (contract.DOMAIN, "PagedCacheUpdate"): _paged_update,
     (contract.DOMAIN, "PagedAttention"): _paged_attention,
 }

@@ -11,6 +11,7 @@ from onnx_inplace.compiler import paged_types, partition
 from onnx_inplace.compiler.extents import Extents
 from onnx_inplace.compiler.sizes import Shape, Size
 
+LARGEST_HEAD = 1024  # numbers of a head that is rotated
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
@@ -87,6 +88,12 @@ def integer(node: ir.Node, name: str, default: int) -> int:
     """An attribute."""
     found = node.attributes.get(name)
     return default if found is None else found.as_int()
+
+
+def text(node: ir.Node, name: str, default: str) -> str:
+    """An attribute."""
+    found = node.attributes.get(name)
+    return default if found is None else found.as_string()
 
 
 def number(node: ir.Node, name: str, default: float) -> float:

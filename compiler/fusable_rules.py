@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnx_inplace.compiler.fusable_context import (
+    LARGEST_HEAD,
     Context,
     Rule,
     floats,
@@ -17,7 +18,6 @@ from onnx_inplace.compiler.fusable_context import (
 )
 
 BLOCK = 32  # numbers that share a scale
-LARGEST_HEAD = 1024  # numbers of a head that is rotated
 POWERS = (0.5, 1.0, 2.0, 3.0)
 _SCALES = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 _INDICES = (ir.DataType.INT64, ir.DataType.INT32)

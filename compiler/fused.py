@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
+from onnx_inplace.compiler import sizes
 from onnx_inplace.compiler.errors import Location
 from onnx_inplace.compiler.sizes import Shape, Size
 
@@ -108,6 +109,14 @@ class Fused:
         """Roots whose storage it writes."""
         writes = [o for o in self.operations if o.writes]
         return frozenset(root for o in writes for root in o.roots.values())
+
+    @property
+    def dims(self) -> frozenset[str]:
+        """Dimensions on which its instructions depend."""
+        used = {k for o in self.operations for k in (*o.inputs, *o.outputs) if k is not None}
+        used |= {link.value for link in (*self.inputs, *self.outputs)}
+        values = [self.values[k] for k in used]
+        return sizes.names(n for v in values for n in (*(v.shape or ()), *(v.content or ())))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

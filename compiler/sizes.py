@@ -145,6 +145,17 @@ def partly(size: Size, dims: Mapping[str, int]) -> Size:
     return operation(size.operator, partly(size.left, dims), partly(size.right, dims))
 
 
+def names(sizes: Iterable[Size]) -> frozenset[str]:
+    """Dimensions that sizes depend on."""
+    found: set[str] = set()
+    for size in sizes:
+        if isinstance(size, str):
+            found.add(size)
+        elif isinstance(size, Operation):
+            found |= names((size.left, size.right))
+    return frozenset(found)
+
+
 def evaluate(size: Size, dims: Mapping[str, int]) -> int:
     """The number that a size is with these dimensions."""
     if isinstance(size, int):

@@ -35,7 +35,7 @@ from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner import control, library, library_check, registry, standard, views
 from onnx_inplace.runner.actions import Action, Array, Fuse, Settings, Slots
 from onnx_inplace.runner.frames import Frame
-from onnx_inplace.runner.fused.choice import Alternative
+from onnx_inplace.runner.fused.choice import Alternative, OnStorage
 from onnx_inplace.runner.fused.region import Region
 
 _FRAMES = 16  # a server sees many lengths of prompts: the least recently used are given up
@@ -93,14 +93,14 @@ class Engine:
         return _Builder(self._kernels, self._sub_sessions, frame, observe).block(frame.block)
 
     def choose(
-        self, dims: Mapping[str, int], roots: Mapping[str, Array]
+        self, dims: Mapping[str, int], fused: OnStorage
     ) -> tuple[Block, Mapping[int, Region]]:
         """The steps of a frame, and its fused steps.
 
         Raises:
             errors.BindingError: only fused steps are loaded, and they cannot serve these shapes.
         """
-        regions = self.fused.regions(dims, roots)
+        regions = fused.regions(dims)
         if regions and self.fused.block is not None:
             return self.fused.block, regions
         if self._settings.fuse is Fuse.DECODE_ONLY:
@@ -160,13 +160,13 @@ class Execution:
     """The runs on one caller's storage. Not thread-safe: the binding lets one run at a time."""
 
     def __init__(self, engine: Engine, roots: Mapping[str, Any]):
-        self._engine, self._roots = engine, roots
+        self._engine, self._roots, self._fused = engine, roots, engine.fused.on(roots)
         self._frames: OrderedDict[tuple[tuple[int, ...], ...], Run] = OrderedDict()
         self._observe: Observe = _alone
 
     def observe(self, observe: Observe) -> None:
         """From the next run on, steps do what ``observe`` makes of what they did."""
-        self._observe = observe
+        self._observe, self._fused = observe, self._engine.fused.on(self._roots)
         self._frames.clear()
 
     def run(self, shapes: tuple[tuple[int, ...], ...]) -> Run:
@@ -195,7 +195,7 @@ class Execution:
             for axis, (name, size) in enumerate(zip(named, shape, strict=False)):
                 if not isinstance(name, int):
                     dims[name or extents.unnamed(i.name, axis)] = size
-        block, regions = self._engine.choose(dims, self._roots)
+        block, regions = self._engine.choose(dims, self._fused)
         for region in regions.values():
             for slot, array in region.settled.items():
                 template[slot] = array

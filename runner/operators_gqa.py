@@ -7,12 +7,13 @@ Everything that can be wrong is checked before the first of the writes.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from onnx_inplace.compiler import errors, steps
-from onnx_inplace.numba_kernels import rows
+from onnx_inplace.numba_kernels import floats, rows
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner.actions import Action, Array, Settings, Slots, result, reusable
 from onnx_inplace.runner.attend import (
@@ -29,7 +30,7 @@ from onnx_inplace.runner.attend import (
     mask_values,
 )
 
-_INPUTS = (
+INPUTS = (
     "query",
     "key",
     "value",
@@ -59,6 +60,19 @@ _REFUSED_ATTRIBUTES = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a call is about; ``rotated`` elements of a head, in neighbours where ``interleaved``."""
+
+    batch: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    rotated: int
+    interleaved: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Ready:
     """What depends on shapes only."""
 
@@ -76,8 +90,7 @@ def group_query_attention(step: steps.Kernel, settings: Settings) -> Action:
     Raises:
         UnsupportedOperator: for what no kernel does, by the name of the input or attribute.
     """
-    slot = dict(zip(_INPUTS, step.inputs, strict=False))
-    slot = {name: slot.get(name) for name in _INPUTS}
+    slot = named(step.inputs)
     _refuse(step, slot)
     attributes = step.attributes
     output, key_output, value_output = (*step.outputs, None, None)[:3]
@@ -122,7 +135,7 @@ def group_query_attention(step: steps.Kernel, settings: Settings) -> Action:
         batch, tokens = query.shape[:2]
         capacity = past_key.shape[2]
         starts = np.zeros(batch, np.int64) if prompt else lengths - tokens
-        _check(root, starts, tokens, lengths, batch, capacity)
+        check(root, starts, tokens, lengths, batch, capacity)
         positions = None
         if cosines is not None:
             given = value_of(slots, "position_ids")
@@ -131,7 +144,7 @@ def group_query_attention(step: steps.Kernel, settings: Settings) -> Action:
                 if given is None
                 else np.ascontiguousarray(given, dtype=np.int64)
             )
-            _check_positions(positions, (batch, tokens), cosines.shape[0])
+            check_positions(positions, (batch, tokens), cosines.shape[0])
         sinks = _sinks(value_of(slots, "head_sink"), smooth, heads)
         target = result(slots, output, reuse, ready.call.shape, query.dtype)
 
@@ -172,6 +185,11 @@ def group_query_attention(step: steps.Kernel, settings: Settings) -> Action:
     return act
 
 
+def named(inputs: Sequence[int | None]) -> dict[str, int | None]:
+    """Inputs by name; None where the node leaves one out."""
+    return dict.fromkeys(INPUTS) | dict(zip(INPUTS, inputs, strict=False))
+
+
 def _contiguous(array: Array | None) -> Array | None:
     return array if array is None or array.flags.c_contiguous else np.ascontiguousarray(array)
 
@@ -202,9 +220,13 @@ def _refuse(step: steps.Kernel, slot: dict[str, int | None]) -> None:
         raise refuse("do_rotary without cos_cache and sin_cache")
 
 
-def _check(
-    root: str, starts: Array, tokens: int, lengths: Array, batch: int, capacity: int
-) -> None:
+def check(root: str, starts: Array, tokens: int, lengths: Array, batch: int, capacity: int) -> None:
+    """Refuse tokens beyond the capacity, and lengths of other rows.
+
+    Raises:
+        StorageMismatch: there is not one length for each row.
+        CapacityError: a row begins or ends outside of the cache.
+    """
     if lengths.shape != (batch,):
         raise errors.StorageMismatch(f"{root}: seqlens_k {list(lengths.shape)} for {batch} rows")
     for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
@@ -214,7 +236,13 @@ def _check(
             raise errors.CapacityError(root, 0, length, capacity, row)
 
 
-def _check_positions(positions: Array, shape: tuple[int, int], limit: int) -> None:
+def check_positions(positions: Array, shape: tuple[int, int], limit: int) -> None:
+    """Refuse positions that have no angles.
+
+    Raises:
+        StorageMismatch: there is not one position for each token.
+        CapacityError: a position is negative, or not less than ``limit``.
+    """
     if positions.shape != shape:
         raise errors.StorageMismatch(
             f"position_ids {list(positions.shape)}, expected {list(shape)}"
@@ -246,24 +274,12 @@ def _prepare(
     prompt: bool,
 ) -> _Ready:
     attributes = step.attributes
-    heads, kv_heads = attributes["num_heads"], attributes["kv_num_heads"]
-    batch, tokens, width = query.shape
-    head_size = width // (heads + 2 * kv_heads if key is None else heads)
-    new = (batch, tokens, kv_heads * head_size)
-    cache = (batch, kv_heads, past_key.shape[2], head_size)
-    given = [] if key is None or value is None else [key.shape, value.shape]
-    if past_key.shape != cache or past_value.shape != cache or any(s != new for s in given):
-        raise errors.StorageMismatch(
-            f"GroupQueryAttention: query {list(query.shape)}, new {given}, "
-            f"caches {list(past_key.shape)}"
-        )
-    item, rotated = query.itemsize, 0 if cosines is None else 2 * cosines.shape[1]
-    if cosines is not None and (sines is None or sines.shape != cosines.shape):
-        raise errors.StorageMismatch("cos_cache and sin_cache differ in shape")
-    if rotated > head_size:
-        raise errors.StorageMismatch(f"cos_cache of {rotated // 2} angles for heads of {head_size}")
+    s = sizes(attributes, (query, key, value), (past_key, past_value), (cosines, sines))
+    batch, tokens, heads, kv_heads = s.batch, s.tokens, s.heads, s.kv_heads
+    head_size, rotated, item = s.head_size, s.rotated, query.itemsize
+    width, new = query.shape[2], kv_heads * head_size
     packed = Heads(tokens * width * item, head_size * item, width * item)
-    single = Heads(tokens * new[2] * item, head_size * item, new[2] * item)
+    single = Heads(tokens * new * item, head_size * item, new * item)
     query_at, query_kind = packed, KINDS[query.dtype]
     if rotated:  # rotated queries stay in float32
         query_at = Heads(tokens * heads * head_size * 4, head_size * 4, heads * head_size * 4)
@@ -274,39 +290,16 @@ def _prepare(
         angle = cosines if cosines is not None else query
         facts: list[int] = [
             batch, count, tokens, head_size, KINDS[query.dtype], kind, KINDS[angle.dtype],
-            rotated, int(attributes.get("rotary_interleaved", 0)), head_size * item,
+            rotated, s.interleaved, head_size * item,
             *dataclasses.astuple(source), *dataclasses.astuple(target), angle.strides[0],
         ]  # fmt: skip
         return np.array(rows.RowsLayout(*facts), np.int64)
 
-    source = packed if key is None else single
-    scale = attributes.get("scale", 0.0)
-    window = attributes.get("local_window_size", -1)
-    out = heads * head_size * item
-    problem = Problem(
-        shape=(batch, tokens, heads * head_size),
-        batch=batch,
-        heads=heads,
-        kv_heads=kv_heads,
-        tokens=tokens,
-        capacity=past_key.shape[2],
-        head_size=head_size,
-        value_size=head_size,
-        query=query_at,
-        key=cache_at,
-        value=cache_at,
-        output=Heads(tokens * out, head_size * item, out),
-        kinds=(query_kind, KINDS[past_key.dtype], KINDS[past_value.dtype], KINDS[query.dtype]),
-        left=window - 1 if window > 0 else -1,  # the window counts the query itself
-        right=0 if attributes.get("causal", 1) else -1,
-        at_end=not prompt,
-        mask=mask_layout(mask, (batch, heads, tokens), past_key.shape[2]),
-        scale=scale or head_size**-0.5,
-        softcap=attributes.get("softcap", 0.0),
-    )
-    kind = KINDS[past_key.dtype]
+    source, kind = packed if key is None else single, KINDS[past_key.dtype]
+    kinds = query_kind, KINDS[query.dtype]
+    call = problem(attributes, s, query_at, kinds, (past_key, past_value), mask, prompt=prompt)
     return _Ready(
-        call=Call(problem, kernels),
+        call=Call(call, kernels),
         places=(
             layout(heads, packed, 0, query_at, rotated),
             layout(kv_heads, source, kind, cache_at, rotated),
@@ -316,4 +309,77 @@ def _prepare(
         value_offset=(heads + kv_heads) * head_size * item,
         rotated_query=(batch, tokens, heads, head_size) if rotated else None,
         workspace=(head_size + rotated) * 4,
+    )
+
+
+def sizes(
+    attributes: Mapping[str, Any],
+    new: tuple[Array, Array | None, Array | None],
+    past: tuple[Array, Array],
+    angles: tuple[Array | None, Array | None],
+) -> Sizes:
+    """What (query, key, value), the caches and (cosines, sines) have in common.
+
+    Raises:
+        StorageMismatch: they do not belong together.
+    """
+    (query, key, value), (cosines, sines) = new, angles
+    heads, kv_heads = attributes["num_heads"], attributes["kv_num_heads"]
+    batch, tokens, width = query.shape
+    head_size = width // (heads + 2 * kv_heads if key is None else heads)
+    rows = (batch, tokens, kv_heads * head_size)
+    cache = (batch, kv_heads, past[0].shape[2], head_size)
+    given = [] if key is None or value is None else [key.shape, value.shape]
+    if any(p.shape != cache for p in past) or any(shape != rows for shape in given):
+        raise errors.StorageMismatch(
+            f"GroupQueryAttention: query {list(query.shape)}, new {given}, "
+            f"caches {list(past[0].shape)}"
+        )
+    rotated = 0 if cosines is None else 2 * cosines.shape[1]
+    if cosines is not None and (sines is None or sines.shape != cosines.shape):
+        raise errors.StorageMismatch("cos_cache and sin_cache differ in shape")
+    if rotated > head_size:
+        raise errors.StorageMismatch(f"cos_cache of {rotated // 2} angles for heads of {head_size}")
+    interleaved = int(attributes.get("rotary_interleaved", 0))
+    return Sizes(batch, tokens, heads, kv_heads, head_size, rotated, interleaved)
+
+
+def problem(
+    attributes: Mapping[str, Any],
+    s: Sizes,
+    query: Heads,
+    kinds: tuple[int, int],
+    past: tuple[Array, Array],
+    mask: Array | None,
+    *,
+    prompt: bool,
+) -> Problem:
+    """A call of attention. ``kinds``: of queries, which lie as ``query`` says, and of the output.
+
+    Raises:
+        StorageMismatch: the mask is for other rows.
+    """
+    scale, window = attributes.get("scale", 0.0), attributes.get("local_window_size", -1)
+    head = s.head_size * floats.SIZES[kinds[1]]
+    capacity = past[0].shape[2]
+    return Problem(
+        shape=(s.batch, s.tokens, s.heads * s.head_size),
+        batch=s.batch,
+        heads=s.heads,
+        kv_heads=s.kv_heads,
+        tokens=s.tokens,
+        capacity=capacity,
+        head_size=s.head_size,
+        value_size=s.head_size,
+        query=query,
+        key=Heads.of(past[0], s.head_size),
+        value=Heads.of(past[1], s.head_size),
+        output=Heads(s.tokens * s.heads * head, head, s.heads * head),
+        kinds=(kinds[0], KINDS[past[0].dtype], KINDS[past[1].dtype], kinds[1]),
+        left=window - 1 if window > 0 else -1,  # the window counts the query itself
+        right=0 if attributes.get("causal", 1) else -1,
+        at_end=not prompt,
+        mask=mask_layout(mask, (s.batch, s.heads, s.tokens), capacity),
+        scale=scale or s.head_size**-0.5,
+        softcap=attributes.get("softcap", 0.0),
     )

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import genai_form
 import numpy as np
 import onnx
 import pytest
@@ -346,6 +347,7 @@ def test_every_rule_has_a_template_and_every_template_a_rule():
         decoder(Shape(bits=0, activation="relu")),
         test_fused_paged.decoder(),
         scattered(),
+        compiler.annotate(genai_form.decoder(genai_form.Form()).SerializeToString()).program,
     ]
     operations = set()
     for source in [*(case.SerializeToString() for case in cases), *decoders]:

@@ -19,17 +19,16 @@ def of_places(b: Builder, table: int | None, index: int, tokens: tuple[int, int]
 
     ``index``: position_ids, (batch, tokens) int64, or (1): of the first token of each row.
     """
-    rows = b.contiguous(b.array(table))
-    given = b.array(index)
-    if rows.ndim != 2 or given.shape not in (tokens, (1,)):
-        raise NotFused(f"RotaryEmbedding with positions {given.shape} of {rows.shape}")
+    count, given = len(b.array(table)), b.array(index)
+    if given.shape not in (tokens, (1,)):
+        raise NotFused(f"RotaryEmbedding with positions {given.shape}")
     first = given.shape != tokens
-    end, name = len(rows) - (tokens[1] - 1 if first else 0), b.value(index).name
+    end, name = count - (tokens[1] - 1 if first else 0), b.value(index).name
 
     def fail(numbers: Array) -> None:
         raise errors.OperatorError(
             f"RotaryEmbedding: `{name}` is {numbers.ravel().tolist()}, for angles of "
-            f"{len(rows)} positions"
+            f"{count} positions"
         )
 
     b.bounds.append(Bound(index, 0, end, fail))
@@ -38,10 +37,25 @@ def of_places(b: Builder, table: int | None, index: int, tokens: tuple[int, int]
         found = b.derived(
             index, f"from {tokens}", tokens, np.int64, lambda to: _count(b, given, to)
         )
-    shape = (*tokens, rows.shape[1])
-    return b.derived(
-        index, f"angles of {table}", shape, np.float32, lambda to: _gather(b, rows, found, to)
-    )
+    return at(b, table, found, index)
+
+
+def at(b: Builder, table: int | None, places: Array, owner: int) -> Array:
+    """(batch, tokens, half) float32: rows of a table (positions, half), which are checked.
+
+    ``places``: (batch, tokens) int64, made of the value ``owner``.
+    """
+    rows = b.array(table)
+    if rows.ndim != 2:
+        raise NotFused(f"RotaryEmbedding with angles {rows.shape}")
+
+    def gather(target: Array) -> None:
+        fixed = b.value(table or 0).constant is not None and rows.dtype != np.float32
+        source = b.lasting(rows.astype(np.float32)) if fixed else b.contiguous(rows)
+        _gather(b, source, places, target)
+
+    shape = (*places.shape, rows.shape[1])
+    return b.derived(owner, f"angles of {table} at {address(places)}", shape, np.float32, gather)
 
 
 def _count(b: Builder, first: Array, target: Array) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from onnx_inplace.runner.actions import Fuse, Settings
 from onnx_inplace.runner.fused import ready, region, weights
 from onnx_inplace.runner.fused.region import Region
 from onnx_inplace.runner.fused.table import NotFused
+
+_MOST = 16  # tables of a binding; the least recently used is given up
 
 _log = logging.getLogger("onnx_inplace")
 
@@ -59,6 +62,7 @@ class Alternative:
         wanted = fusion if settings.fuse is not Fuse.OFF else NOTHING
         self.weights = weights.load(wanted, model)
         self.block = wanted.block if wanted.block is not None and self._prepare() else None
+        self._dims = sizes.names(fusion.rows).union(*(step.dims for step in fusion.regions))
 
     def _prepare(self) -> bool:
         many = [n for n in self.fusion.rows if isinstance(n, int) and n > ROWS]
@@ -77,6 +81,14 @@ class Alternative:
         """What could not be fused although its rows are few: one for each reason."""
         with self._lock:
             return tuple(self._refusals.values())
+
+    def on(self, roots: Mapping[str, Any]) -> OnStorage:
+        """The fused steps of one binding, whose storage is given by name."""
+        return OnStorage(self, roots)
+
+    def key(self, dims: Mapping[str, int]) -> frozenset[tuple[str, int]]:
+        """Of the sizes of a frame, those on which its fused steps depend."""
+        return frozenset((name, size) for name, size in dims.items() if name in self._dims)
 
     def regions(self, dims: Mapping[str, int], roots: Mapping[str, Any]) -> dict[int, Region]:
         """The fused steps of a frame, ready to run, by ``id`` of the step; empty: there are none.
@@ -105,6 +117,30 @@ class Alternative:
             known = self._refusals.setdefault(refusal.reason, refusal) is not refusal
         if not known:
             _log.warning("not fused, the ordinary steps run: %s", refusal)
+
+
+class OnStorage:
+    """The fused steps of one binding, kept for several frames.
+
+    Frames that differ only in sizes on which no instruction depends share them: a mask that is
+    longer with every token makes a frame of every token. Not for several threads.
+    """
+
+    def __init__(self, alternative: Alternative, roots: Mapping[str, Any]):
+        self._alternative, self._roots = alternative, roots
+        self._kept: OrderedDict[frozenset[tuple[str, int]], dict[int, Region]] = OrderedDict()
+
+    def regions(self, dims: Mapping[str, int]) -> dict[int, Region]:
+        """As ``Alternative.regions``."""
+        key = self._alternative.key(dims)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        found = self._alternative.regions(dims, self._roots)
+        while len(self._kept) >= _MOST:
+            self._kept.popitem(last=False)
+        self._kept[key] = found
+        return found
 
 
 def _few(fusion: Fusion, dims: Mapping[str, int]) -> bool:

@@ -98,7 +98,7 @@ class Region:
         self._keep = b  # its buffers and the arrays of its arguments
         slots = {link.value: link.slot for link in (*region.inputs, *region.outputs)}
         self._enter = [(slots[index], array) for index, array in entering.items()]
-        self._bounds = _merged(b.bounds, slots, b)
+        self._bounds = [*_merged(b.bounds, slots, b), *b.checks.values()]
         named = [roots[name] for name in sorted(_named(region))]
         self._moved = _Moved([root for root in named if isinstance(root, np.ndarray)])
         self._pages = b.pages

@@ -13,7 +13,7 @@ from onnx_inplace.compiler import sizes
 from onnx_inplace.compiler.fused import Fused, FusedValue
 from onnx_inplace.numba_kernels.fused import interpreter, moves
 from onnx_inplace.numba_kernels.memory import OnDemand, address
-from onnx_inplace.runner.actions import Array, DType
+from onnx_inplace.runner.actions import Array, DType, Slots
 from onnx_inplace.runner.attend import KINDS
 from onnx_inplace.runner.fused.buffers import Buffers, aligned
 from onnx_inplace.runner.fused.instruction import Instruction, flags, meet, range_
@@ -63,6 +63,7 @@ class Builder:
         threads: of a run.
         instructions: until now.
         bounds: what is to check before a run.
+        checks: likewise, whatever is no bound of one value.
         pages: what a run does to pages.
         scratch: arrays that must live as long as the table.
     """
@@ -83,6 +84,7 @@ class Builder:
         self._written = [range_(root) for root in written if isinstance(root, np.ndarray)]
         self.instructions: list[Instruction] = []
         self.bounds: list[Bound] = []
+        self.checks: dict[object, Callable[[Slots], None]] = {}
         self.scratch: list[Array] = []
         self.control = interpreter.control()
         self._codes: dict[tuple[int, int], Codes] = {}
@@ -291,6 +293,10 @@ class Builder:
                 units,
             )
         )
+
+    def check(self, key: object, check: Callable[[Slots], None]) -> None:
+        """Check the values of a run before it; what several operations ask by one key, once."""
+        self.checks.setdefault(key, check)
 
     def move(self, source: Array, target: Array) -> None:
         """Copy elements, converted where the types differ."""

@@ -19,6 +19,7 @@ from onnx_inplace.runner.fused import (
     attending,
     caches,
     elementwise,
+    grouped,
     paging,
     products,
     reducing,
@@ -64,6 +65,7 @@ _templates: dict[tuple[str, str], Write] = {
     ("", "TensorScatter"): caches.update,
     (contract.DOMAIN, "CacheUpdate"): caches.update,
     ("", "Attention"): attending.attention,
+    (_MICROSOFT, "GroupQueryAttention"): grouped.grouped,
     (contract.DOMAIN, "PagedCacheUpdate"): paging.update,
     (contract.DOMAIN, "PagedAttention"): paging.attention,
 }
