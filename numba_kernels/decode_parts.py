@@ -140,15 +140,17 @@ def make_soften(group: int) -> Any:
                 builder.store(e.maximum(builder.load(top), row), top)
             highest = e.across(e.maximum, builder.load(top), tokens)
             shrink = e.weight(builder.fsub(before, highest))
+            # a tile is summed up by itself: roundings of a long sum would add up
             total = cgutils.alloca_once(builder, VECTOR)
-            builder.store(builder.fmul(e.load(e.add(state, 64)), shrink), total)
+            builder.store(e.constant(0.0), total)
             with e.loop(groups) as g:
                 place = e.add(scores, e.times(g, 64))
                 weight = e.weight(builder.fsub(e.load(place), highest))
                 e.store(weight, place)
                 builder.store(builder.fadd(builder.load(total), weight), total)
             e.store(highest, state)
-            e.store(builder.load(total), e.add(state, 64))
+            sums = e.fma(e.load(e.add(state, 64)), shrink, builder.load(total))
+            e.store(sums, e.add(state, 64))
             e.store(shrink, e.add(state, 128))
             return context.get_dummy_value()
 
@@ -180,12 +182,9 @@ def make_gather(kind: int, size: int, group: int) -> Any:
             values, down, across, count, weights, state, sums, ahead = arguments
             last = e.add(count, -1)
             places = {(h, c): e.add(sums, (h * size + c) * 4) for h in heads for c in columns}
-            kept = {}
-            for h in heads:
-                shrink = e.load_all(e.add(state, 128 + h * tokens * 4))
-                for c in columns:
-                    kept[h, c] = cgutils.alloca_once(builder, VECTOR)
-                    builder.store(builder.fmul(e.load(places[h, c]), shrink), kept[h, c])
+            kept = {key: cgutils.alloca_once(builder, VECTOR) for key in places}
+            for place in kept.values():
+                builder.store(e.constant(0.0), place)
             with e.loop(e.groups(count, tokens)) as g:
                 now = {key: builder.load(place) for key, place in kept.items()}
                 row = e.add(weights, e.times(g, 64))
@@ -203,8 +202,11 @@ def make_gather(kind: int, size: int, group: int) -> Any:
                             now[h, c] = e.fma(weight, parts[c], now[h, c])
                 for key, place in kept.items():
                     builder.store(now[key], place)
-            for key, place in kept.items():
-                e.store(builder.load(place), places[key])
+            for h in heads:  # a tile is summed up by itself, see ``make_soften``
+                shrink = e.load_all(e.add(state, 128 + h * tokens * 4))
+                for c in columns:
+                    older, place = e.load(places[h, c]), places[h, c]
+                    e.store(e.fma(older, shrink, builder.load(kept[h, c])), place)
 
         def generate(context, builder, signature, arguments):
             e = Emitter(builder)

@@ -16,11 +16,10 @@ import numpy as np
 from numba import carray, njit
 
 from onnx_inplace.numba_kernels import pages_encode
-from onnx_inplace.numba_kernels.floats import floats, int32_at, int64_at, uint8_at
+from onnx_inplace.numba_kernels.floats import FLOAT32, floats, int32_at, int64_at, uint8_at
 from onnx_inplace.numba_kernels.memory import copy, on_demand
-from onnx_inplace.numba_kernels.pages_lanes import clean, rotate
+from onnx_inplace.numba_kernels.pages_lanes import clean, rotate, rotate_row, within
 from onnx_inplace.numba_kernels.pages_layout import (
-    BY_CHANNEL,
     INTEGER,
     ITEM,
     WORDS,
@@ -34,6 +33,8 @@ from onnx_inplace.numba_kernels.pages_numbers import (
     set_half,
     widen_row,
 )
+
+_AHEAD = 16  # tokens
 
 
 class Values(NamedTuple):
@@ -71,6 +72,42 @@ def _clear(address, size):
 
 
 @njit
+def _prepare(half, region, rows, count, size):
+    """Clean rows, take the offsets of channels away, and rotate; how many numbers were clipped."""
+    clipped = clean(rows, count * size // 16, LARGEST)
+    if half.offsets:
+        for j in range(count):
+            x = floats(rows + j * size * 4, size)
+            for i in range(size):
+                x[i] -= half_at(region + half.offsets + 2 * i)
+    if half.rotation:
+        rotate_row(rows, rows, count * size, half.rotation, LARGEST, 0)
+    else:
+        clean(rows, count * size // 16, LARGEST)
+    return clipped
+
+
+@njit
+def _prepare_from(half, source, step, kind, rows, count, size, space):
+    """Rows that are rotated, and have no offsets, straight from new values ``step`` bytes apart.
+
+    ``space``: a row of float32. How many numbers were clipped.
+    """
+    clipped, ahead = 0, _AHEAD * step
+    for j in range(count):
+        row, to = source + j * step, rows + j * size * 4
+        if kind != FLOAT32:
+            widen_row(space, size, row, kind)
+            row = space
+        largest = rotate_row(row, to, size, half.rotation, LARGEST, ahead)
+        if not within(largest, LARGEST):  # seldom: once more, with clean numbers
+            widen_row(space, size, row, FLOAT32)
+            clipped += clean(space, size // 16, LARGEST)
+            rotate_row(space, to, size, half.rotation, LARGEST, 0)
+    return clipped
+
+
+@njit
 def _save(page, half, which, region, rows, first, count, valid, space):
     """Rows of float32 become tokens ``first .. first + count`` of a head; how many were clipped.
 
@@ -83,15 +120,7 @@ def _save(page, half, which, region, rows, first, count, valid, space):
             to = region + (first + j) * row_bytes
             clipped += narrow_row(to, size, rows + j * size * 4, page.kind)
         return clipped
-    clipped = clean(rows, count * size // 16, LARGEST)
-    if half.offsets:
-        for j in range(count):
-            x = floats(rows + j * size * 4, size)
-            for i in range(size):
-                x[i] -= half_at(region + half.offsets + 2 * i)
-    if half.rotation:
-        rotate(rows, count * size, half.rotation)
-    clean(rows, count * size // 16, LARGEST)
+    clipped = _prepare(half, region, rows, count, size)
     pages_encode.encode(which, half, region, page.page_size, size, rows, first, count, valid, space)
     return clipped
 
@@ -115,10 +144,24 @@ def _load(page, half, which, region, rows, first, count, space):
 
 
 @njit
-def _next_piece(half, token):
-    """Where the tokens end that are encoded together with one: they share scales, or stay near."""
-    tokens = half.group if half.grouping == BY_CHANNEL else 16
-    return (token // tokens + 1) * tokens
+def _write_floats(page, region, source, x, first, gap, count, space):
+    """Tokens of a head into a page of floats, behind ``gap`` tokens of zeros; how many clipped.
+
+    ``space``: a row of float32.
+    """
+    size, clipped = page.head_size, 0
+    row_bytes = size * ITEM[page.kind]
+    _clear(region + (first - gap) * row_bytes, gap * row_bytes)
+    for j in range(count):
+        to, row = region + (first + j) * row_bytes, source + j * x.token_step
+        if page.kind == x.kind:  # the same bits, NaN included
+            copy(to, row, row_bytes)
+            continue
+        if x.kind != FLOAT32:
+            widen_row(space, size, row, x.kind)
+            row = space
+        clipped += narrow_row(to, size, row, page.kind, _AHEAD * x.token_step)
+    return clipped
 
 
 @njit
@@ -136,21 +179,25 @@ def _write_page(description, address, source, x, first, count, fill, space):
         for h in range(page.heads):
             region = address + half.at + h * half.head
             taken = source + which * x.half_step + h * x.head_step
-            if page.kind == x.kind:  # the same bits, NaN included
-                row_bytes = size * ITEM[page.kind]
-                _clear(region + (first - gap) * row_bytes, gap * row_bytes)
-                for j in range(count):
-                    copy(region + (first + j) * row_bytes, taken + j * x.token_step, row_bytes)
+            if page.kind != INTEGER:
+                clipped += _write_floats(page, region, taken, x, first, gap, count, rows)
                 continue
             begin = first - gap
             while begin < first + count:
-                end = min(_next_piece(half, begin), first + count)
+                end = min(pages_encode.piece_end(half, begin), first + count)
                 zeros = max(0, min(first, end) - begin)
                 _clear(rows, zeros * size * 4)
-                for j in range(zeros, end - begin):
-                    token = taken + (begin + j - first) * x.token_step
-                    widen_row(rows + j * size * 4, size, token, x.kind)
-                clipped += _save(page, half, which, region, rows, begin, end - begin, fill, rest)
+                token, to = taken + (begin + zeros - first) * x.token_step, rows + zeros * size * 4
+                new, now = end - begin - zeros, end - begin
+                if half.rotation and half.offsets == 0:
+                    clipped += _prepare_from(half, token, x.token_step, x.kind, to, new, size, rest)
+                else:
+                    for j in range(new):
+                        widen_row(to + j * size * 4, size, token + j * x.token_step, x.kind)
+                    clipped += _prepare(half, region, rows, now, size)
+                pages_encode.encode(
+                    which, half, region, page.page_size, size, rows, begin, now, fill, rest
+                )
                 begin = end
     return clipped
 
@@ -285,7 +332,7 @@ def convert(source_description, source, target_description, target, count, space
                 _set_offsets(region, to_half, space, count, size)
             begin = 0
             while begin < count:
-                end = min(_next_piece(to_half, begin), count)
+                end = min(pages_encode.piece_end(to_half, begin), count)
                 rows = space + begin * size * 4
                 clipped += _save(to, to_half, which, region, rows, begin, end - begin, 0, rest)
                 begin = end

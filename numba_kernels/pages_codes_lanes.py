@@ -5,17 +5,17 @@ Bytes of a plane are moved, nothing is computed; every CPU gives the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from onnx_inplace.numba_kernels.pages_lanes import by_known
 from onnx_inplace.numba_kernels.vector import LANES, Emitter, Value
 
 _I = types.int64
-_BITS = (8, 4, 2)
+BITS = (8, 4, 2)
 _LINE = 64  # bytes
 _INT = ir.IntType(32)
 _BYTES, _INTS = ir.VectorType(ir.IntType(8), LANES), ir.VectorType(_INT, LANES)
@@ -49,12 +49,6 @@ class _Bytes(Emitter):
         moved = b.lshr(vector, self.all_(shift)) if shift else vector
         return b.and_(moved, self.all_(mask))
 
-    def by_bits(self, bits: Value, emit: Callable[[int], None]) -> None:
-        """Code for each size of a code, of which one is executed."""
-        for known in _BITS:
-            with self.builder.if_then(self.builder.icmp_signed("==", bits, self.whole(known))):
-                emit(known)
-
 
 def _bytes_of(bits: int) -> int:
     """The same code mask in all bytes of an int32."""
@@ -80,7 +74,7 @@ def pack_key(typing_context, to, plane, size, bits):
                     parts = [(rows[v * fields + f], known * f) for f in range(fields)]
                     e.write(e.join(parts), e.add(target, v * _LINE))
 
-        e.by_bits(bits, emit)
+        by_known(e, bits, BITS, emit)
         return context.get_dummy_value()
 
     return types.void(_I, _I, _I, _I), generate
@@ -106,7 +100,7 @@ def unpack_key(typing_context, source, plane, size, bits):
                 for t, row in enumerate(e.transposed(rows)):
                     e.write(row, e.add(place, e.times(size, t)))
 
-        e.by_bits(bits, emit)
+        by_known(e, bits, BITS, emit)
         return context.get_dummy_value()
 
     return types.void(_I, _I, _I, _I), generate
@@ -131,7 +125,7 @@ def pack_value(typing_context, to, tile, plane, size, bits):
                     parts = [(rows[t], 8 * (t % 4) + known * (t // 4 % fields)) for t in tokens]
                     e.write(e.join(parts), e.add(e.add(to, e.times(tile, k)), v * _LINE))
 
-        e.by_bits(bits, emit)
+        by_known(e, bits, BITS, emit)
         return context.get_dummy_value()
 
     return types.void(_I, _I, _I, _I, _I), generate
@@ -156,7 +150,7 @@ def unpack_value(typing_context, source, tile, plane, size, bits):
                         row = builder.trunc(e.field(line, shift, mask), _BYTES)
                         e.write(row, e.add(place, e.times(size, t)))
 
-        e.by_bits(bits, emit)
+        by_known(e, bits, BITS, emit)
         return context.get_dummy_value()
 
     return types.void(_I, _I, _I, _I, _I), generate

@@ -13,13 +13,27 @@ import numpy as np
 from numba import carray, njit
 
 from onnx_inplace.numba_kernels.floats import FLOAT16, float32_at, floats, uint8_at, widen
+from onnx_inplace.numba_kernels.memory import copy
 from onnx_inplace.numba_kernels.pages_codes import pack, unpack
-from onnx_inplace.numba_kernels.pages_lanes import SPACE as SEARCH
-from onnx_inplace.numba_kernels.pages_lanes import code, code_each, extremes, search
+from onnx_inplace.numba_kernels.pages_coding import code, code_each, code_value
 from onnx_inplace.numba_kernels.pages_layout import BY_TOKEN
 from onnx_inplace.numba_kernels.pages_numbers import half_at, limited, set_half
+from onnx_inplace.numba_kernels.pages_scales import (
+    RANGES,
+    SETTLED,
+    ranges_of_channels,
+    ranges_of_tokens,
+    settle,
+    steps_of_ranges,
+)
+from onnx_inplace.numba_kernels.pages_search import SPACE as SEARCH
+from onnx_inplace.numba_kernels.pages_search import search, search_one
 
-_TOGETHER = 16  # tokens
+_TOGETHER = 16
+"""Tokens that are encoded at once where a token has scales of its own."""
+_FEW = 10
+"""So many groups are searched one after the other: 16 at once take as long as 11."""
+_PAIR = 128  # bytes: 2 x 16 float32
 WIDENING = np.float32(0.1)  # of a new range, on a side that a later token has widened
 _ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
 
@@ -34,7 +48,8 @@ class Codes(NamedTuple):
 
 def space_size(tokens: int, head_size: int) -> int:
     """Bytes of workspace of :func:`encode` and :func:`decode`: a plane of codes, scales."""
-    return tokens * head_size + max(8 * head_size, SEARCH + 64 * head_size)
+    rest = max(RANGES, SEARCH + 4 * _TOGETHER * head_size, 8 * head_size)
+    return tokens * head_size + _PAIR + SETTLED + rest
 
 
 @njit
@@ -99,71 +114,102 @@ def _widen(at, half, codes, least, most):
 
 
 @njit
-def _search_tokens(half, codes, region, size, rows, first, count, space):
-    """Choose and store the scales of tokens, 16 at once."""
-    lanes, block = space, space + SEARCH
-    steps, lows = floats(lanes, 16), floats(lanes + 64, 16)
-    for begin in range(0, size, half.group):
-        length = min(half.group, size - begin)
-        for t in range(0, count, 16):
-            columns = carray(float32_at(block), (length, 16))
-            for lane in range(16):
-                x = floats(rows + (min(t + lane, count - 1) * size + begin) * 4, length)
-                for i in range(length):
-                    columns[i, lane] = x[i]
-            search(block, 64, length, codes.highest, lanes)
-            for lane in range(min(16, count - t)):
-                at = region + begin // half.group * half.step + 2 * (first + t + lane)
-                _store(at, half, codes, steps[lane], lows[lane])
+def _search_tokens(codes, x, size, length, count, steps, space):
+    """Steps and lows, (2, 16) float32, of a group of each of ``count`` tokens, at most 16."""
+    step, low = floats(steps, 16), floats(steps + 64, 16)
+    if count <= _FEW:
+        for j in range(count):
+            step[j], low[j] = search_one(x + j * size * 4, length, codes.highest, space)
+        return
+    block = space + SEARCH
+    columns = carray(float32_at(block), (length, 16))
+    for lane in range(16):
+        row = floats(x + min(lane, count - 1) * size * 4, length)
+        for i in range(length):
+            columns[i, lane] = row[i]
+    search(block, 64, length, codes.highest, space)
+    copy(steps, space, _PAIR)
 
 
 @njit
-def _by_token(half, region, size, rows, first, count, plane, space):
-    """A group of a token depends on nothing else.
+def _store_settled(settled, at, half, count):
+    """Scales, and midpoints where there are any, of ``count`` neighbours of a group at ``at``."""
+    halves = settled + _PAIR
+    copy(at, halves, 2 * count)
+    if half.midpoint:
+        copy(at + half.midpoint, halves + 32, 2 * count)
 
-    Ranges, scales and codes of 16 tokens follow one another, so that a core has several scales,
-    which are long chains of scalar arithmetic, under way.
-    """
-    codes, ranges = _codes(half), floats(space, 2 * _TOGETHER)
+
+@njit
+def _by_token(which, half, region, size, rows, first, count, plane, space):
+    """At most 16 tokens of one tile: a group of a token depends on nothing else."""
+    codes = _codes(half)
     center, lowest, highest = codes.center, codes.lowest, codes.highest
-    if half.searched:
-        _search_tokens(half, codes, region, size, rows, first, count, space)
-    for t in range(0, count, _TOGETHER):
-        now = min(_TOGETHER, count - t)
-        for begin in range(0, size, half.group):
-            vectors = min(half.group, size - begin) // 16
-            x, to = rows + (t * size + begin) * 4, plane + t * size + begin
-            at = region + begin // half.group * half.step + 2 * (first + t)
-            if not half.searched:
-                for j in range(now):
-                    extremes(x + j * size * 4, vectors, space + 8 * j)
-                for j in range(now):
-                    _store_range(at + 2 * j, half, codes, ranges[2 * j], ranges[2 * j + 1])
-            for j in range(now):
-                inverse, middle = _inverse(half_at(at + 2 * j)), _middle(at + 2 * j, half)
-                row, target = x + j * size * 4, to + j * size
-                code(row, vectors, inverse, middle, center, lowest, highest, target)
+    settled, rest = space + _PAIR, space + _PAIR + SETTLED
+    inverse, middle = floats(settled, 16), floats(settled + 64, 16)
+    whole = which == 1 and count == _TOGETHER
+    for begin in range(0, size, half.group):
+        length = min(half.group, size - begin)
+        x = rows + begin * 4
+        if half.searched:
+            _search_tokens(codes, x, size, length, count, space, rest)
+        else:
+            ranges_of_tokens(x, size, length // 16, count, space, rest)
+            steps_of_ranges(space, half.midpoint, center, highest)
+        settle(space, half.midpoint, center, settled)
+        at = region + begin // half.group * half.step + 2 * first
+        _store_settled(settled, at, half, count)
+        if whole:
+            to = region + half.codes + begin // 16 * half.tile + first * 2 * half.bits
+            code_value(
+                x, size, length // 16, settled, center, lowest, highest, to, half.tile, half.bits
+            )
+            continue
+        for j in range(count):
+            row, to = x + j * size * 4, plane + j * size + begin
+            code(row, length // 16, inverse[j], middle[j], center, lowest, highest, to)
+    if not whole:
+        pack(which, region + half.codes, half.tile, half.bits, size, first, count, plane)
 
 
 @njit
 def _fit_channels(half, codes, scales, size, rows, count, space):
     """Choose and store the scales of channels afresh."""
-    if half.searched:
-        steps, lows = floats(space, 16), floats(space + 64, 16)
-        for c in range(0, size, 16):
-            search(rows + 4 * c, 4 * size, count, codes.highest, space)
-            for i in range(16):
-                _store(scales + 2 * (c + i), half, codes, steps[i], lows[i])
+    settled, rest = space + _PAIR, space + _PAIR + SETTLED
+    for c in range(0, size, 16):
+        if half.searched:
+            search(rows + 4 * c, 4 * size, count, codes.highest, rest)
+            copy(space, rest, _PAIR)
+        else:
+            ranges_of_channels(rows + 4 * c, 4 * size, count, space)
+            steps_of_ranges(space, half.midpoint, codes.center, codes.highest)
+        settle(space, half.midpoint, codes.center, settled)
+        _store_settled(settled, scales + 2 * c, half, 16)
+
+
+@njit
+def _read_scales(half, scales, size, space):
+    """Scales and midpoints of channels, (2, size) float32."""
+    widen(space, size, scales, FLOAT16)
+    middles = floats(space + 4 * size, size)
+    if half.midpoint:
+        widen(space + 4 * size, size, scales + half.midpoint, FLOAT16)
         return
-    least, most, first = floats(space, size), floats(space + 4 * size, size), floats(rows, size)
     for c in range(size):
-        least[c] = most[c] = first[c]
-    for j in range(1, count):
+        middles[c] = 0
+
+
+@njit
+def _all_fit(half, codes, scales, size, rows, count, space):
+    """Whether the ranges of all channels have room for new values."""
+    _read_scales(half, scales, size, space)
+    steps, middles = floats(space, size), floats(space + 4 * size, size)
+    steps_to_end, outside = codes.highest - codes.center + np.float32(0.5), 0
+    for j in range(count):
         x = floats(rows + j * size * 4, size)
         for c in range(size):
-            least[c], most[c] = min(least[c], x[c]), max(most[c], x[c])
-    for c in range(size):
-        _store_range(scales + 2 * c, half, codes, least[c], most[c])
+            outside += abs(x[c] - middles[c]) > steps[c] * steps_to_end
+    return outside == 0
 
 
 @njit
@@ -194,39 +240,44 @@ def _widen_channels(half, codes, scales, size, rows, first, count, tokens, plane
 
 
 @njit
+def _code_channels(half, codes, scales, size, rows, count, plane, space):
+    """Codes of tokens whose channels have these scales."""
+    _read_scales(half, scales, size, space)
+    inverses, middles = floats(space, size), space + 4 * size
+    for c in range(size):
+        inverses[c] = _inverse(inverses[c])
+    center, lowest, highest = codes.center, codes.lowest, codes.highest
+    for j in range(count):
+        x, to = rows + j * size * 4, plane + j * size
+        code_each(x, size // 16, space, middles, center, lowest, highest, to)
+
+
+@njit
 def _by_channel(which, half, region, size, rows, first, count, valid, plane, space):
     """Tokens ``first .. first + count`` of one group; ``valid``: one past its last valid token.
 
     Valid tokens that are not written keep their codes where the range of their channel has room
     for the new values. Where it has to grow, they are decoded and coded again.
     """
-    codes = _codes(half)
+    codes, at = _codes(half), region + half.codes
     begin = first // half.group * half.group
     tokens = max(first + count, valid) - begin
     scales = region + first // half.group * half.step
-    if tokens > count:
-        unpack(which, region + half.codes, half.tile, half.bits, size, begin, tokens, plane)
-        _widen_channels(half, codes, scales, size, rows, first - begin, count, tokens, plane)
-    else:
+    if tokens == count:
         _fit_channels(half, codes, scales, size, rows, count, space)
-    inverses, middles = floats(space, size), floats(space + 4 * size, size)
-    widen(space, size, scales, FLOAT16)
-    widen(space + 4 * size, size, scales + half.midpoint, FLOAT16)
-    for c in range(size):
-        inverses[c] = _inverse(inverses[c])
-        if half.midpoint == 0:
-            middles[c] = 0
-    for j in range(count):
-        x, to = rows + j * size * 4, plane + (first - begin + j) * size
-        code_each(
-            x, size // 16, space, space + 4 * size, codes.center, codes.lowest, codes.highest, to
-        )
-    pack(which, region + half.codes, half.tile, half.bits, size, begin, tokens, plane)
+    elif not _all_fit(half, codes, scales, size, rows, count, space):
+        unpack(which, at, half.tile, half.bits, size, begin, tokens, plane)
+        _widen_channels(half, codes, scales, size, rows, first - begin, count, tokens, plane)
+        pack(which, at, half.tile, half.bits, size, begin, tokens, plane)
+    _code_channels(half, codes, scales, size, rows, count, plane, space)
+    pack(which, at, half.tile, half.bits, size, first, count, plane)
 
 
 @njit
 def encode(which, half, region, page_size, size, rows, first, count, valid, space):
     """Write tokens ``first .. first + count`` of a head; the page has ``valid`` tokens before.
+
+    They share a group, where groups are of tokens, or else a tile: see :func:`piece_end`.
 
     Shapes:
         rows:  (count, size) float32, cleaned and rotated
@@ -235,17 +286,17 @@ def encode(which, half, region, page_size, size, rows, first, count, valid, spac
     plane = space
     rest = plane + page_size * size
     if half.grouping == BY_TOKEN:
-        _by_token(half, region, size, rows, first, count, plane, rest)
-        pack(which, region + half.codes, half.tile, half.bits, size, first, count, plane)
+        _by_token(which, half, region, size, rows, first, count, plane, rest)
         return
-    last = first + count
-    while first < last:
-        end = min((first // half.group + 1) * half.group, last)
-        limit = min(valid, (first // half.group + 1) * half.group)
-        now = end - first
-        _by_channel(which, half, region, size, rows, first, now, limit, plane, rest)
-        rows += now * size * 4
-        first = end
+    limit = min(valid, (first // half.group + 1) * half.group)
+    _by_channel(which, half, region, size, rows, first, count, limit, plane, rest)
+
+
+@njit
+def piece_end(half, token):
+    """Where the tokens end that are encoded together with one."""
+    tokens = _TOGETHER if half.grouping == BY_TOKEN else half.group
+    return (token // tokens + 1) * tokens
 
 
 @njit

@@ -15,47 +15,15 @@ from onnx_inplace.numba_kernels.floats import (
     float32_of_float16,
     float_of_bits,
     floats,
-    narrow,
     uint8_at,
     uint16_at,
     widen,
 )
-from onnx_inplace.numba_kernels.pages_layout import BFLOAT16, E4M3, FLOAT16
+from onnx_inplace.numba_kernels.memory import copy
+from onnx_inplace.numba_kernels.pages_layout import E4M3, FLOAT32
+from onnx_inplace.numba_kernels.pages_narrow import narrow_lanes
 
 LARGEST = np.float32(65504)  # of a float16: integer formats know no infinity
-_ZERO = np.float32(0)
-
-
-@njit
-def e4m3_of_float32(number):
-    """Rounded to nearest even, at most 448; NaN stays NaN."""
-    bits = bits_of_float(number)
-    sign, rest = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
-    if rest > 0x7F800000:
-        code = 0x7F
-    elif rest >= 0x43E00000:  # 448
-        code = 0x7E
-    elif rest < 0x3C800000:  # below 2**-6: the sum has the rounded fraction in its low bits
-        code = bits_of_float(float_of_bits(rest) + np.float32(2.0**14)) - 0x46800000
-    else:
-        code = (rest - 0x3C000000 + 0x7FFFF + ((rest >> 20) & 1)) >> 20
-    return np.uint8(sign | code)
-
-
-@njit
-def e5m2_of_float32(number):
-    """Rounded to nearest even, at most 57,344; NaN stays NaN."""
-    bits = bits_of_float(number)
-    sign, rest = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
-    if rest > 0x7F800000:
-        code = 0x7E
-    elif rest >= 0x47600000:  # 57,344
-        code = 0x7B
-    elif rest < 0x38800000:  # below 2**-14
-        code = bits_of_float(float_of_bits(rest) + np.float32(2.0**7)) - 0x43000000
-    else:
-        code = (rest - 0x38000000 + 0xFFFFF + ((rest >> 21) & 1)) >> 21
-    return np.uint8(sign | code)
 
 
 @njit
@@ -85,37 +53,16 @@ def widen_row(target, count, source, kind):
 
 
 @njit
-def narrow_row(target, count, source, kind):
+def narrow_row(target, count, source, kind, ahead=0):
     """``count`` float32 become elements of a float kind; how many finite ones did not fit it.
 
-    What is too large becomes an infinity; as an 8-bit float, the largest number.
+    What is too large becomes an infinity; as an 8-bit float, the largest number, and infinities
+    count as well. What lies ``ahead`` bytes behind the source is asked for.
     """
-    numbers, clipped = floats(source, count), 0
-    # the smallest number that rounds beyond the largest one
-    limit = np.float32(np.inf)
-    if kind == FLOAT16:
-        limit = np.float32(65520)
-    elif kind == BFLOAT16:
-        limit = float_of_bits(0x7F7F8000)
-    elif kind >= E4M3:
-        limit = np.float32(448 if kind == E4M3 else 57344)
-    for i in range(count):
-        size = abs(numbers[i])
-        if kind >= E4M3:
-            clipped += size > limit
-        else:
-            clipped += size >= limit and size < np.inf
-    if kind < E4M3:
-        narrow(target, count, source, kind)
-        return clipped
-    bytes_ = carray(uint8_at(target), (count,))
-    if kind == E4M3:
-        for i in range(count):
-            bytes_[i] = e4m3_of_float32(numbers[i])
-    else:
-        for i in range(count):
-            bytes_[i] = e5m2_of_float32(numbers[i])
-    return clipped
+    if kind == FLOAT32:
+        copy(target, source, 4 * count)
+        return 0
+    return narrow_lanes(target, count // 16, source, kind, ahead)
 
 
 @njit

@@ -233,6 +233,10 @@ class Emitter:
 
     def sums(self, vectors: Sequence[Value]) -> Value:
         """Lane i = the sum of the lanes of ``vectors[i]``: 15 additions instead of 64."""
+        return self.joined(self.builder.fadd, vectors)
+
+    def joined(self, combine: Any, vectors: Sequence[Value]) -> Value:
+        """Lane i = ``combine`` over the lanes of ``vectors[i]``, of which there are 16."""
         vectors = list(vectors)
         width = LANES
         while width > 1:
@@ -244,7 +248,7 @@ class Emitter:
                 order += first + [LANES + k for k in first]
             upper = [k + half for k in order]
             vectors = [
-                self.builder.fadd(self.shuffle(a, b, order), self.shuffle(a, b, upper))
+                combine(self.shuffle(a, b, order), self.shuffle(a, b, upper))
                 for a, b in zip(vectors[:kept], vectors[kept:], strict=True)
             ]
             width = half

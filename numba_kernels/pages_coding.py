@@ -1,0 +1,122 @@
+"""Numbers become codes, in vectors of 16 lanes.
+
+Every lane does what the specification says for one number, in its order: vectors change no bit.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from onnx_inplace.numba_kernels.pages_codes_lanes import BITS
+from onnx_inplace.numba_kernels.pages_lanes import by_known
+from onnx_inplace.numba_kernels.vector import LANES, VECTOR, Emitter, Value
+
+_I, _F = types.int64, types.float32
+_INTS = ir.VectorType(ir.IntType(32), LANES)
+_BYTES = ir.VectorType(ir.IntType(8), LANES)
+_ROUNDING = 12582912.0
+"""1.5 * 2**23: a float32 with it added is rounded to even, its code in the lowest byte."""
+_ROUNDED = 0x4B400000  # its bits
+
+
+class _Coder:
+    """Makes vectors of int32 whose low byte is a code, and the other bytes those of _ROUNDED."""
+
+    def __init__(self, e: Emitter, center: Value, lowest: Value, highest: Value) -> None:
+        self._e = e
+        self._center, self._lowest, self._highest = (
+            e.splat(number, VECTOR) for number in (center, lowest, highest)
+        )
+
+    def code(self, x: Value, inverse: Value, middle: Value) -> Value:
+        """Rounding keeps the order of numbers, and the limits are whole: they come first here."""
+        b = self._e.builder
+        number = b.fadd(b.fmul(b.fsub(x, middle), inverse), self._center)
+        number = b.select(b.fcmp_ordered(">", number, self._lowest), number, self._lowest)
+        number = b.select(b.fcmp_ordered("<", number, self._highest), number, self._highest)
+        return b.bitcast(b.fadd(number, self._e.constant(_ROUNDING)), _INTS)
+
+
+def _write_bytes(e: Emitter, codes: Value, address: Value) -> None:
+    place = e.builder.inttoptr(address, _BYTES.as_pointer())
+    e.builder.store(e.builder.trunc(codes, _BYTES), place).align = 1
+
+
+@intrinsic
+def code(typing_context, x, vectors, inverse, middle, center, lowest, highest, to):
+    """Codes of 16 * ``vectors`` float32 that share a scale: one byte each."""
+
+    def generate(context, builder, signature, arguments):
+        e = Emitter(builder)
+        x, vectors, inverse, middle, *limits, to = arguments
+        coder, inverse, middle = (
+            _Coder(e, *limits),
+            e.splat(inverse, VECTOR),
+            e.splat(middle, VECTOR),
+        )
+        with e.loop(vectors) as i:
+            number = e.load(e.add(x, e.times(i, 4 * LANES)))
+            _write_bytes(e, coder.code(number, inverse, middle), e.add(to, e.times(i, LANES)))
+        return context.get_dummy_value()
+
+    return types.void(_I, _I, _F, _F, _F, _F, _F, _I), generate
+
+
+@intrinsic
+def code_each(typing_context, x, vectors, inverses, middles, center, lowest, highest, to):
+    """Like :func:`code`, for numbers with scales of their own: addresses of float32."""
+
+    def generate(context, builder, signature, arguments):
+        e = Emitter(builder)
+        x, vectors, inverses, middles, *limits, to = arguments
+        coder = _Coder(e, *limits)
+        with e.loop(vectors) as i:
+            offset = e.times(i, 4 * LANES)
+            number, inverse, middle = (e.load(e.add(a, offset)) for a in (x, inverses, middles))
+            _write_bytes(e, coder.code(number, inverse, middle), e.add(to, e.times(i, LANES)))
+        return context.get_dummy_value()
+
+    return types.void(_I, _I, _I, _I, _F, _F, _F, _I), generate
+
+
+@intrinsic
+def code_value(typing_context, x, size, vectors, scales, center, lowest, highest, to, tile, bits):
+    """16 tokens of V that share no byte with others: from rows to their vectors in tiles.
+
+    Shapes:
+        x:      (16) of 16 * ``vectors`` float32, ``size`` float32 apart
+        scales: (2, 16) float32: inverses and midpoints of the tokens
+        to:     of the first 16 elements; those that follow are ``tile`` bytes apart
+    """
+
+    def generate(context, builder, signature, arguments):
+        e = Emitter(builder)
+        x, size, vectors, scales, *limits, to, tile, bits = arguments
+        coder = _Coder(e, *limits)
+
+        def emit(known: int) -> None:
+            b, fields = builder, 8 // known
+            with e.loop(vectors) as k:
+                place, target = e.add(x, e.times(k, 4 * LANES)), e.add(to, e.times(tile, k))
+                for v in range(4 // fields):
+                    line, base = None, 0
+                    for t in range(v * 4 * fields, (v + 1) * 4 * fields):
+                        number = e.load(e.add(place, e.times(size, 4 * t)))
+                        inverse = e.load_all(e.add(scales, 4 * t))
+                        middle = e.load_all(e.add(scales, 4 * (LANES + t)))
+                        codes = coder.code(number, inverse, middle)
+                        shift = 8 * (t % 4) + known * (t // 4 % fields)
+                        if shift:
+                            codes = b.shl(codes, e.lanes([shift] * LANES))
+                        line = codes if line is None else b.add(line, codes)
+                        base += _ROUNDED << shift  # what the codes stand on adds up as well
+                    base = (base & 0xFFFFFFFF) - (1 << 32 if base & 0x80000000 else 0)
+                    pointer = b.inttoptr(e.add(target, 64 * v), _INTS.as_pointer())
+                    b.store(b.sub(line, e.lanes([base] * LANES)), pointer).align = 1
+
+        by_known(e, bits, BITS, emit)
+        return context.get_dummy_value()
+
+    return types.void(_I, _I, _I, _I, _F, _F, _F, _I, _I, _I), generate
