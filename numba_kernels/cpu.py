@@ -9,7 +9,9 @@ this process and everything that numba compiles in it, as if the CPU had none.
 from __future__ import annotations
 
 import enum
+import functools
 import os
+from collections.abc import Mapping
 
 import llvmlite.binding
 from numba.core import config
@@ -49,7 +51,13 @@ def has(feature: str) -> bool:
     """
     if config.CPU_FEATURES is not None or config.CPU_NAME not in (None, "host"):
         return f"+{feature}" in (config.CPU_FEATURES or "").split(",")
-    return bool(llvmlite.binding.get_host_cpu_features().get(feature, False))
+    return bool(_host().get(feature, False))
+
+
+@functools.cache
+def _host() -> Mapping[str, bool]:
+    """Features of this machine. Asked once: llvmlite does not survive an interrupt in between."""
+    return dict(llvmlite.binding.get_host_cpu_features())
 
 
 def missing(path: Path) -> list[str]:
@@ -97,7 +105,7 @@ def choose(wanted: str = AUTO) -> Path:
 
 def _without_avx512() -> str:
     """The features of this CPU as LLVM takes them, those of 512 bits switched off."""
-    host = llvmlite.binding.get_host_cpu_features()
+    host = _host()
     wide = ("avx512", "avx10", "evex512", "amx")
     return ",".join(
         f"{'+' if known and not name.startswith(wide) else '-'}{name}"

@@ -7,7 +7,6 @@ session, so that two bindings run in two threads.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from onnx_inplace.runner import execute, inputs, journal, storage
 from onnx_inplace.runner.checks import Check
 from onnx_inplace.runner.frames import Frame
 from onnx_inplace.runner.outputs import Outputs, Result
+from onnx_inplace.runner.page import Use
 from onnx_inplace.runner.page_port import PagedPort
 from onnx_inplace.runner.pages import PagedCache
 from onnx_inplace.runner.storage import Array, Interval
@@ -65,7 +65,7 @@ class Binding:
             storage.check_layout(name, array)
         self.generation = 0
         self._session = session
-        self._running = threading.Lock()
+        self._running, self._begun = threading.Lock(), 0
         self._failed: tuple[BaseException, tuple[journal.Written, ...]] | None = None
         self._execution = session.open(self.arrays)
         self._prepared: dict[tuple[tuple[int, ...], ...], tuple[Check, ...]] = {}
@@ -75,12 +75,12 @@ class Binding:
         self._frame: execute.Run
         self._settled: list[Any] = []
         self._made: tuple[tuple[int, Result, bool], ...] = ()
-        # Last, so that nothing can fail between the lease and its finalizer.
-        self._end = weakref.finalize(
-            self,
-            storage.leases.give_back,
-            storage.leases.take(arrays, {n: c.store.table for n, c in self._caches.items()}),
-        )
+        # Who gives back is known before anything is taken: an interrupt may come between any two
+        # calls.
+        self._lease, self._closed = storage.leases.number(), False
+        weakref.finalize(self, storage.leases.give_back, self._lease)
+        tables = {name: cache.store.table for name, cache in self._caches.items()}
+        storage.leases.take(arrays, tables, self._lease)
 
     def __enter__(self) -> Self:
         """The binding itself: the lease has begun already."""
@@ -102,7 +102,7 @@ class Binding:
     @property
     def closed(self) -> bool:
         """Whether the arrays have been given back."""
-        return not self._end.alive
+        return self._closed
 
     def close(self) -> None:
         """Give the arrays back. May be called twice.
@@ -110,12 +110,11 @@ class Binding:
         Raises:
             errors.BindingInUse: a run is in progress in another thread.
         """
-        if not self._running.acquire(blocking=False):
+        if self._running.locked():
             raise errors.BindingInUse("the binding is running: it can be closed after that.")
-        try:
-            self._end()
-        finally:
-            self._running.release()
+        with self._running:
+            self._closed = True
+            storage.leases.give_back(self._lease)
 
     def observe(self, observe: execute.Observe) -> Frame:
         """Serves ``profile``: steps are observed from the next run on.
@@ -153,15 +152,17 @@ class Binding:
             errors.OperatorError: a standard operator cannot compute with these values.
             errors.DirtyState: an earlier run failed after it had written.
         """
-        if not self._running.acquire(blocking=False):
-            raise errors.BindingInUse("the binding is running: a run can be started after that.")
-        try:
-            return self._run(values)
-        finally:
-            self._running.release()
+        begun = self._begun
+        # An interrupt may come behind any call, `acquire` included, but for `with`.
+        if not self._running.locked():
+            with self._running:
+                if self._begun == begun:  # no other thread was faster
+                    self._begun += 1
+                    return self._run(values)
+        raise errors.BindingInUse("the binding is running: a run can be started after that.")
 
     def _run(self, values: dict[str, object]) -> Outputs:
-        if not self._end.alive:
+        if self._closed:
             raise errors.BindingError("the binding is closed: its arrays have been given back.")
         if self._failed is not None:
             error, written = self._failed
@@ -177,9 +178,13 @@ class Binding:
         for feed, array in zip(session.feeds, given, strict=True):
             slots[feed[0]] = array
         if session.paged:
-            with contextlib.ExitStack() as stack:
-                self._claim(given, stack)
+            claims: list[tuple[PagedCache, Use]] = []
+            try:
+                self._claim(given, claims)
                 self._execute(run, slots)
+            finally:
+                for cache, use in claims:
+                    cache.end(use)
         else:
             self._execute(run, slots)
         return self._results(slots, given)
@@ -196,17 +201,18 @@ class Binding:
                 self._failed = error, written
             raise
 
-    def _claim(self, given: list[Any], stack: contextlib.ExitStack) -> None:
-        """Paged caches belong to the run until ``stack`` is closed."""
+    def _claim(self, given: list[Any], claims: list[tuple[PagedCache, Use]]) -> None:
+        """Paged caches belong to the run. Each claim is noted before it is made."""
         for name, cache in self._caches.items():
-            cache.begin(name, Access.READ_WRITE)
+            use = Use(name)
+            claims.append((cache, use))
+            cache.begin(use, Access.READ_WRITE)
             cache.store.name = name  # what errors call it
-            stack.callback(cache.end, name)
-            stack.callback(cache.store.release)
         for port, cache in zip(self._session.inputs, given, strict=True):
             if isinstance(cache, PagedCache):
-                cache.begin(port.name, Access.READ_ONLY)
-                stack.callback(cache.end, port.name)
+                use = Use(port.name)
+                claims.append((cache, use))
+                cache.begin(use, Access.READ_ONLY)
 
     def _given(self, values: dict[str, object]) -> list[Any]:
         """Ordinary inputs in order: of the declared type, C-contiguous, apart from all leases.

@@ -15,6 +15,19 @@ if TYPE_CHECKING:
     from onnx_inplace.runner.page_owner import PageOwner
 
 
+class Use:
+    """A run that uses a paged cache, and the name under which it does.
+
+    It ends at the latest when nobody holds this object any more: an interrupt may come between any
+    two calls, also before the one that says that the run has ended.
+    """
+
+    __slots__ = ("__weakref__", "name")
+
+    def __init__(self, name: str):
+        self.name = name
+
+
 class Page:
     """The page that has an id now. Made by ``PagedCache.page``; it follows the page when it moves.
 

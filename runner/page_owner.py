@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -22,7 +23,7 @@ from onnx_inplace.compiler.formats import PageFormat
 from onnx_inplace.runner import page_memory
 from onnx_inplace.runner.attend import KINDS
 from onnx_inplace.runner.membership import Membership
-from onnx_inplace.runner.page import Page, Snapshot
+from onnx_inplace.runner.page import Page, Snapshot, Use
 from onnx_inplace.runner.page_codec import Codec
 from onnx_inplace.runner.page_store import PageStore
 from onnx_inplace.runner.page_table import NOWHERE
@@ -79,7 +80,7 @@ class PageOwner:
         _refuse_budget(budget)
         self.store = PageStore(name, self.elem_type, codec, sparse_ids, budget, memory)
         self._lock = threading.RLock()
-        self._runs: list[str] = []
+        self._runs: weakref.WeakSet[Use] = weakref.WeakSet()
         self._access = Access.READ_ONLY
         self.membership = Membership(self.store)
 
@@ -354,7 +355,7 @@ class PageOwner:
 
     # -- for a run
 
-    def begin(self, holder: str, access: Access) -> None:
+    def begin(self, use: Use, access: Access) -> None:
         """A run begins: until its end the owner's methods raise BindingInUse.
 
         Raises:
@@ -363,7 +364,7 @@ class PageOwner:
         with self._lock:
             if self._runs and Access.READ_WRITE in (access, self._access):
                 raise self._in_use("used by two runs")
-            self._runs.append(holder)
+            self._runs.add(use)
             self._access = access
 
     @property
@@ -371,16 +372,18 @@ class PageOwner:
         """Whether a run may write it now: no other run uses it then."""
         return bool(self._runs) and self._access is Access.READ_WRITE
 
-    def end(self, holder: str) -> None:
-        """A run has ended."""
+    def end(self, use: Use) -> None:
+        """A run has ended; nothing happens if it has not begun."""
         with self._lock:
-            self._runs.remove(holder)
+            if use in self._runs:
+                if self._access is Access.READ_WRITE:
+                    self.store.release()
+                self._runs.discard(use)
 
     def _in_use(self, what: str) -> errors.BindingInUse:
+        holder = next((use.name for use in self._runs), "")
         return errors.BindingInUse(
-            f"`{self.name}` cannot be {what} while `{self._runs[0]}` runs on it.",
-            self.name,
-            self._runs[0],
+            f"`{self.name}` cannot be {what} while `{holder}` runs on it.", self.name, holder
         )
 
     @contextlib.contextmanager

@@ -124,7 +124,9 @@ class Session:
         self._kept = _disjoint(storage.interval(a) for a in self._engine.constants.values())
         weights = _weights_in_memory(graph)
         if weights:
-            weakref.finalize(self, storage.leases.give_back, storage.leases.lend(weights))
+            key = storage.leases.number()
+            weakref.finalize(self, storage.leases.give_back, key)
+            storage.leases.lend(weights, key)
 
     @property
     def refusals(self) -> tuple[Refusal, ...]:

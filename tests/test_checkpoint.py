@@ -17,6 +17,7 @@ from onnx_inplace.compiler import errors, formats, schema
 from onnx_inplace.compiler.contract import Access
 from onnx_inplace.dsl import FLOAT, FLOAT16, Alias, Mutable, Paged, kv, model, op
 from onnx_inplace.runner import checkpoint, page_memory
+from onnx_inplace.runner.page import Use
 from onnx_inplace.runner.page_memory import PageMemory
 from onnx_inplace.runner.pages import PagedCache
 
@@ -353,7 +354,8 @@ def test_a_file_has_no_more_than_its_pages(path: Path) -> None:
 
 def test_a_cache_in_use_is_not_saved(path: Path) -> None:
     cache = mixed()
-    cache.begin("step", Access.READ_WRITE)
+    step = Use("step")
+    cache.begin(step, Access.READ_WRITE)
     for save in (cache.save, cache.to_proto, lambda p: checkpoint.save(p, {"c": cache})):
         with pytest.raises(errors.BindingInUse):
             save(path) if save != cache.to_proto else save()

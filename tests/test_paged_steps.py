@@ -22,6 +22,7 @@ from onnx_inplace.dsl import (
     op,
 )
 from onnx_inplace.runner import page_memory
+from onnx_inplace.runner.page import Use
 from onnx_inplace.runner.page_memory import PageMemory
 from onnx_inplace.runner.pages import PagedCache
 
@@ -222,11 +223,12 @@ def test_the_owner_changes_pages_between_runs_while_bound() -> None:
 def test_a_run_waits_for_no_other_run() -> None:
     """Case 98."""
     cache = with_pages("FLOAT16")
-    cache.begin("other", Access.READ_WRITE)  # as a run of another session would
+    other = Use("other")
+    cache.begin(other, Access.READ_WRITE)  # as a run of another session would
     with session(write).bind(cache=cache) as step:
         with pytest.raises(errors.BindingInUse):
             step.run(page=0, values=tokens(1), position=0)
-        cache.end("other")
+        cache.end(other)
         step.run(page=0, values=tokens(1), position=0)
 
 

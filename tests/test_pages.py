@@ -13,6 +13,7 @@ import pytest
 from onnx_inplace.compiler import errors, formats
 from onnx_inplace.compiler.contract import Access
 from onnx_inplace.runner import page_memory
+from onnx_inplace.runner.page import Use
 from onnx_inplace.runner.page_memory import PageMemory
 from onnx_inplace.runner.pages import PagedCache
 
@@ -445,7 +446,8 @@ def test_snapshots_compare_values_not_places(memory: PageMemory) -> None:
 @pytest.mark.parametrize("access", Access)
 def test_the_owner_waits_for_the_end_of_a_run(cache: PagedCache, access: Access) -> None:
     filled(cache, "FLOAT16", "FLOAT16")
-    cache.begin("step", access)
+    step = Use("step")
+    cache.begin(step, access)
     for use in (
         lambda: cache.convert(0, "FP8_E4M3"),
         lambda: cache.free(0),
@@ -459,20 +461,23 @@ def test_the_owner_waits_for_the_end_of_a_run(cache: PagedCache, access: Access)
         with pytest.raises(errors.BindingInUse) as caught:
             use()
         assert caught.value.holder == "step"
-    cache.end("step")
+    cache.end(step)
     cache.convert(0, "FP8_E4M3")
 
 
 def test_runs_that_read_go_together_a_run_that_writes_goes_alone(cache: PagedCache) -> None:
-    cache.begin("first", Access.READ_ONLY)
-    cache.begin("second", Access.READ_ONLY)
-    cache.end("first")
+    first, second, writer = Use("first"), Use("second"), Use("writer")
+    cache.begin(first, Access.READ_ONLY)
+    cache.begin(second, Access.READ_ONLY)
+    cache.end(first)
     with pytest.raises(errors.BindingInUse):
-        cache.begin("writer", Access.READ_WRITE)
-    cache.end("second")
-    cache.begin("writer", Access.READ_WRITE)
+        cache.begin(writer, Access.READ_WRITE)
+    cache.end(second)
+    cache.begin(writer, Access.READ_WRITE)
     with pytest.raises(errors.BindingInUse):
-        cache.begin("reader", Access.READ_ONLY)
+        cache.begin(Use("reader"), Access.READ_ONLY)
+    del writer  # its run is gone, whatever has become of its end
+    cache.begin(Use("last"), Access.READ_WRITE)
 
 
 def test_many_threads_get_different_pages(cache: PagedCache) -> None:
