@@ -42,6 +42,7 @@ def changed(model: ir.Model) -> list[Finding]:
     """Bodies that are not what the nodes that call them mean."""
     findings = []
     stored: dict[ir.OperatorIdentifier, object] = {}
+    meant: dict[bytes, object] = {}  # by message: many nodes mean the same
     for node in _nodes(model):
         identifier = node.op_identifier()
         function = model.functions.get(identifier)
@@ -52,13 +53,17 @@ def changed(model: ir.Model) -> list[Finding]:
         name = f"the functional body of {node.op_type} {node.overload}".rstrip()
         opset = function.opset_imports.get("", operators.OPSET)
         try:
-            same = stored[identifier] == _canonical(operators.body(node, opset))
+            message = operators.body_message(node, opset)
         except operators.NoBody as error:
-            message = f"{name} cannot be what this node means: {error}."
+            fault = f"{name} cannot be what this node means: {error}."
         else:
-            message = "" if same else f"{name} is not what this node means."
-        if message:
-            findings.append(Finding("E121", message, integrity.source(node)))
+            text = message.SerializeToString(deterministic=True)
+            if text not in meant:
+                meant[text] = _canonical(ir.serde.deserialize_function(message))
+            same = stored[identifier] == meant[text]
+            fault = "" if same else f"{name} is not what this node means."
+        if fault:
+            findings.append(Finding("E121", fault, integrity.source(node)))
     return findings
 
 

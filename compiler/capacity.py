@@ -146,7 +146,7 @@ class _Judge:
         room = high[0] - low[0]
         if number is None or offset is None:
             verdict = Verdict.REFUTED if room.is_negative else Verdict.OPEN
-            reason = self.reason(r, None, length, capacity[0])
+            reason = self.reason(r, None, length, capacity[0], verdict)
             return Judgement(r, verdict, None, None, length, capacity[0], reason)
         lowest = _extreme(number + offset, counters, largest=False)
         highest = _extreme(number + offset, counters, largest=True)
@@ -161,7 +161,7 @@ class _Judge:
             sympy.expand(high[0] - highest).is_negative or sympy.expand(lowest - low[0]).is_negative
         ):
             verdict = Verdict.REFUTED
-        reason = self.reason(r, at, length, capacity[0])
+        reason = self.reason(r, at, length, capacity[0], verdict)
         return Judgement(r, verdict, lowest, highest, length, capacity[0], reason)
 
     def reason(
@@ -170,7 +170,10 @@ class _Judge:
         at: sympy.Expr | None,
         length: sympy.Expr | None,
         capacity: sympy.Expr | None,
+        verdict: Verdict,
     ) -> str:
+        if verdict is not Verdict.REFUTED:
+            return ""  # expressions take long to print
         fit = "fit at no position" if at is None else f"do not fit at {r.port} {at}"
         if r.kind is Kind.LENGTH:
             return f"`{r.root}` has a capacity of {capacity}: {r.port} of {at} is out of range."

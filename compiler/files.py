@@ -54,11 +54,12 @@ def parse(data: bytes, path: Path | None = None) -> Parts:
         elif suffix in JSON:
             model = schema.from_json(data.decode())
         else:
+            valid = schema.has_valid_text(data)  # before: two messages are never alive
             model = schema.ModelProto.FromString(data)
+            if not valid and (broken := _broken_text(model, "model")) is not None:
+                raise ValueError(f"{broken} is no UTF-8 text.")
     except (DecodeError, ValueError) as error:
         raise ModelFileError(name, f"this is no ONNX model: {error}") from None
-    if (broken := _broken_text(model, "model")) is not None:
-        raise ModelFileError(name, f"this is no ONNX model: {broken} is no UTF-8 text.")
     if not model.HasField("graph") or not model.ir_version:
         raise ModelFileError(name, "this is no ONNX model: it has no graph.")
     try:

@@ -58,7 +58,12 @@ def unknown_fields(model: Any) -> list[Finding]:
     An enum value that is not declared is such a field as well: protobuf shows it as the enum's
     default.
     """
-    findings = []
+    findings: list[Finding] = []
+    known = type(model)()
+    known.CopyFrom(model)
+    known.DiscardUnknownFields()
+    if known.ByteSize() == model.ByteSize():  # nothing was discarded, at any depth
+        return findings
     for path, number in _unknown(model, "model"):
         message = f"{path} has a field or an enum value that is not known here, number {number}."
         findings.append(Finding("E126", message))

@@ -152,7 +152,7 @@ def _text(judgement: Judgement) -> str:
     """
     r, proved = judgement.requirement, judgement.verdict is Verdict.PROVED
     name = str(r.subject.name) if isinstance(r.subject, ir.Value) else r.port
-    lowest = name if judgement.lowest is None else str(judgement.lowest)
+    lowest = name if judgement.lowest is None else symbols.text(judgement.lowest)
     capacity = r.capacity[0] if len(r.capacity) == 1 else None
     room = _known(judgement.capacity, capacity, "the capacity")
     parts = []
@@ -168,21 +168,21 @@ def _end(judgement: Judgement, name: str) -> str:
     """Where the last write ends, or the last number that is read."""
     r, highest, length = judgement.requirement, judgement.highest, judgement.length
     if r.kind is Kind.LENGTH:
-        return name if highest is None else str(highest)
+        return name if highest is None else symbols.text(highest)
     if (
         highest is not None
         and length is not None
         and not (highest.is_Symbol or highest.is_positive)
     ):
-        return str(sympy.expand(highest + length))
-    start = name if highest is None else str(highest)
+        return symbols.text(sympy.expand(highest + length))
+    start = name if highest is None else symbols.text(highest)
     return f"{start} + {_known(length, r.length, 'its length')}"
 
 
 def _known(expression: sympy.Expr | None, term: Linear | None, otherwise: str) -> str:
     """An expression of dimensions, or how the author would write the term."""
     if expression is not None:
-        return str(expression)
+        return symbols.text(expression)
     if term is None:
         return otherwise
     text = "" if term.axes and not term.constant else str(term.constant)

@@ -17,6 +17,7 @@ from onnx_inplace.compiler import (
     alias,
     bodies,
     capacity,
+    collector,
     comparison,
     contradictions,
     derivation,
@@ -67,6 +68,7 @@ class Loaded:
 Source = str | os.PathLike[str] | bytes | Program | Loaded
 
 
+@collector.paused()
 def load(source: Source) -> Loaded:
     """Read a model, prove its contract, inline its functions.
 

@@ -150,12 +150,12 @@ def regroup(
     before: list[set[int]] = [set() for _ in nodes]
     for node, needed in zip(program, needs, strict=True):
         before[place[node]] = {place[program[k]] for k in needed}
-    after = _after(before)
+    after, constant = _after(before), _constants(nodes, before)
     special = [node in fused for node in nodes]
     candidates = []
     for start in (False, True):
         runs = _take_turns(special, before, after, start)
-        _sink_constants(nodes, before, after, runs)
+        _sink(constant, after, runs)
         candidates.append([run for run in runs if run.nodes])
     best = min(candidates, key=len)
     return [(run.special, tuple(nodes[k] for k in run.nodes)) for run in best]
@@ -216,11 +216,11 @@ def _batches(
     the library refuses is then refused before something is written.
     """
     special = [facts.is_special(node) for node in nodes]
-    after = _after(before)
+    after, constant = _after(before), _constants(nodes, before)
     candidates = []
     for start in (False, True):
         runs = _take_turns(special, before, after, start)
-        _sink_constants(nodes, before, after, runs)
+        _sink(constant, after, runs)
         candidates.append([run for run in runs if run.nodes])
     best = min(candidates, key=lambda runs: sum(not run.special for run in runs))
     found: list[ir.Node | tuple[ir.Node, ...]] = []
@@ -255,21 +255,24 @@ def _take_turns(
     return runs
 
 
-def _sink_constants(
-    nodes: list[ir.Node], before: list[set[int]], after: list[list[int]], runs: list[_Run]
-) -> None:
-    """Move what is computed from weights alone to its first user.
-
-    There the library folds it; as a value between two sub-sessions a transposed weight would be
-    computed and kept beside the weight.
-    """
-    place = {k: at for at, run in enumerate(runs) for k in run.nodes}
+def _constants(nodes: list[ir.Node], before: list[set[int]]) -> set[int]:
+    """Nodes, by index, that compute from weights alone."""
     constant: set[int] = set()
     for k, node in enumerate(nodes):
         if all(v.is_initializer() for v in flat.captures(node) if v.producer() is None) and all(
             earlier in constant for earlier in before[k]
         ):
             constant.add(k)
+    return constant
+
+
+def _sink(constant: set[int], after: list[list[int]], runs: list[_Run]) -> None:
+    """Move what is computed from weights alone to its first user.
+
+    There the library folds it; as a value between two sub-sessions a transposed weight would be
+    computed and kept beside the weight.
+    """
+    place = {k: at for at, run in enumerate(runs) for k in run.nodes}
     for k in sorted(constant, reverse=True):  # users before what they use
         at = place[k]
         target = min((place[later] for later in after[k]), default=at)

@@ -125,10 +125,14 @@ def _reads_late(
 ) -> bool:
     """Whether ``parts``, if they stood behind ``before``, would read what was overwritten since."""
     written: set[str | None] = set()
+    left = {id(part) for part in parts}
     for o in reversed(before):
-        part = any(o is p for p in parts)
-        if part and any(v is not None and values[v].root in written for v in o.inputs):
-            return True
+        if id(o) in left:
+            left.discard(id(o))
+            if any(v is not None and values[v].root in written for v in o.inputs):
+                return True
+        if not left:
+            break  # what stands before all of them matters to none
         if o.writes:
             written.update(o.roots.values())
     return False

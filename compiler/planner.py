@@ -17,6 +17,7 @@ import onnx_ir as ir
 from onnx_inplace.compiler import (
     attributes,
     calls,
+    collector,
     contract,
     control,
     fixed,
@@ -54,6 +55,7 @@ from onnx_inplace.compiler.steps import (
 )
 
 
+@collector.paused()
 def plan(source: loader.Source) -> ExecutionPlan:
     """What a run of the model does, in steps; see ``steps.ExecutionPlan``.
 

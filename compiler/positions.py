@@ -12,6 +12,7 @@ itself.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
@@ -127,9 +128,15 @@ class Checks:
     pages: PageChecks | None = None
 
 
+_built: weakref.WeakKeyDictionary[loader.Loaded, Checks] = weakref.WeakKeyDictionary()
+
+
 def build(loaded: loader.Loaded) -> Checks:
-    """The checks of a model whose calls are inlined."""
-    return _Builder(loaded).run()
+    """The checks of a model whose calls are inlined: made once, for the plan and for sessions."""
+    checks = _built.get(loaded)
+    if checks is None:
+        checks = _built[loaded] = _Builder(loaded).run()
+    return checks
 
 
 class _Builder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 
 import sympy
@@ -28,6 +29,12 @@ def expression(size: Size, dims: Mapping[str, int] | None = None) -> sympy.Expr:
     if size.operator in ("min", "max"):
         return (sympy.Min if size.operator == "min" else sympy.Max)(left, right)
     return sympy.floor(left / right) if right != 0 else sympy.Integer(0)
+
+
+@functools.lru_cache(maxsize=1024)
+def text(expression: sympy.Expr) -> str:
+    """An expression as people write it: printing takes long, and layers are alike."""
+    return str(expression)
 
 
 def largest(terms: Iterable[Size], dims: Mapping[str, int]) -> sympy.Expr:

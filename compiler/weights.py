@@ -68,16 +68,17 @@ def take(model: Any, folder: Path | None) -> dict[str, ir.TensorProtocol]:
     Raises:
         WeightsError: external data is missing, too short, or outside of ``folder``.
     """
+    files: dict[str, int] = {}
     for nodes in (model.graph.node, *(f.node for f in model.functions)):
         for tensor in _inner_tensors(nodes):
             if tensor.data_location == onnx.TensorProto.EXTERNAL:
-                _embed(tensor, _tensor(tensor, folder))  # it has no initializer to hang on
+                _embed(tensor, _tensor(tensor, folder, files))  # it has no initializer to hang on
     taken: dict[str, ir.TensorProtocol] = {}
     for proto in model.graph.initializer:
         external = proto.data_location == onnx.TensorProto.EXTERNAL
         if not external and (proto.data_type == ir.DataType.STRING or proto.ByteSize() < LARGE):
             continue
-        data = _tensor(proto, folder)
+        data = _tensor(proto, folder, files)
         if external and data.nbytes < LARGE:
             _embed(proto, data)
             continue
@@ -96,13 +97,13 @@ def _inner_tensors(nodes: Iterable[Any]) -> Iterator[Any]:
                 yield from _inner_tensors(attribute.g.node)
 
 
-def _tensor(proto: Any, folder: Path | None) -> ir.TensorProtocol:
-    """The data of a TensorProto, mapped if it is external."""
+def _tensor(proto: Any, folder: Path | None, files: dict[str, int]) -> ir.TensorProtocol:
+    """The data of a TensorProto, mapped if it is external; ``files``: sizes of those seen."""
     stock = onnx.TensorProto.FromString(proto.SerializeToString())
     base = "" if folder is None else os.fspath(folder.absolute())
     tensor = ir.serde.deserialize_tensor(stock, base)
     if isinstance(tensor, ir.ExternalTensor):
-        _check_file(tensor, folder)
+        _check_file(tensor, folder, files)
     return tensor
 
 
@@ -113,7 +114,8 @@ def _embed(proto: Any, data: ir.TensorProtocol) -> None:
     proto.raw_data = data.tobytes()
 
 
-def _check_file(tensor: ir.ExternalTensor, folder: Path | None) -> None:
+def _check_file(tensor: ir.ExternalTensor, folder: Path | None, files: dict[str, int]) -> None:
+    """Whether a tensor lies in a file of ``folder``; ``files``: sizes of those that do."""
     location = Path(tensor.location)
     if folder is None:
         raise WeightsError(
@@ -123,17 +125,9 @@ def _check_file(tensor: ir.ExternalTensor, folder: Path | None) -> None:
         raise WeightsError(
             f"weight `{tensor.name}` refers to {str(tensor.location)!r}, not inside of its folder"
         )
-    try:
-        path = (folder / location).resolve(strict=True)
-        size = path.stat().st_size
-    except OSError as error:
-        raise WeightsError(
-            f"weight `{tensor.name}`: {folder / location}: {error.strerror}"
-        ) from None
-    if not path.is_relative_to(folder.resolve()):
-        raise WeightsError(
-            f"weight `{tensor.name}`: {folder / location} leads out of its folder, to {path}"
-        )
+    size = files.get(str(location))
+    if size is None:
+        size = files[str(location)] = _file_size(str(tensor.name), folder, location)
     offset, length = (
         tensor.offset or 0,
         tensor.length if tensor.length is not None else tensor.nbytes,
@@ -143,6 +137,19 @@ def _check_file(tensor: ir.ExternalTensor, folder: Path | None) -> None:
             f"weight `{tensor.name}` has {tensor.nbytes} bytes; the model says {length} from "
             f"{offset} on in {folder / location}, which has {size}"
         )
+
+
+def _file_size(name: str, folder: Path, location: Path) -> int:
+    try:
+        path = (folder / location).resolve(strict=True)
+        size = path.stat().st_size
+    except OSError as error:
+        raise WeightsError(f"weight `{name}`: {folder / location}: {error.strerror}") from None
+    if not path.is_relative_to(folder.resolve()):
+        raise WeightsError(
+            f"weight `{name}`: {folder / location} leads out of its folder, to {path}"
+        )
+    return size
 
 
 def _refer(proto: Any, location: str, offset: int | None, length: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from onnx_inplace.compiler import errors, extents
+from onnx_inplace.compiler import collector, errors, extents
 from onnx_inplace.compiler.fused import ROWS, Fused
 from onnx_inplace.compiler.steps import (
     Block,
@@ -52,6 +52,7 @@ def _alone(_: Step, action: Action) -> Action:
 class Engine:
     """What all bindings of a session execute."""
 
+    @collector.paused()
     def __init__(self, plan: ExecutionPlan, settings: Settings, model: Path | None = None):
         """Compile kernels, repack weights and load what every run needs.
 

@@ -10,12 +10,14 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort
 
 from onnx_inplace.compiler.steps import SubSession
 
+_PAYLOAD = 1024  # [bytes] smaller tensors may be shapes or axes, which say what a node does
+
 
 def doubtful(steps: Iterable[SubSession]) -> list[SubSession]:
     """Sub-sessions of which only loading them can say whether onnxruntime runs them.
 
     Each is tried as a graph without weights, to which no optimizer is applied: where that loads,
-    all nodes have kernels. Layers of one structure are tried once.
+    all nodes have kernels. Layers of one structure are tried once, whatever their weights hold.
     """
     verdicts: dict[bytes, bool] = {}
     found = []
@@ -71,8 +73,9 @@ def _structure(graph: onnx.GraphProto) -> bytes:
         for value in ours:
             theirs.add(name=number(value.name), type=value.type)
     for tensor in graph.initializer:
-        copy = plain.initializer.add()
-        copy.CopyFrom(tensor)
+        copy = plain.initializer.add(data_type=tensor.data_type, dims=tensor.dims)
+        if tensor.ByteSize() < _PAYLOAD:
+            copy.CopyFrom(tensor)
         copy.name = number(tensor.name)
     for node in graph.node:
         inputs, outputs = [number(n) for n in node.input], [number(n) for n in node.output]

@@ -288,6 +288,22 @@ def test_other_bytes(data: bytes, tmp_path: Path) -> None:
         compiler.load(data)
 
 
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        (b"plain", "model.graph.name"),
+        (b"position", "model.graph.node.input"),
+        (b"capacity", "model.graph.input.type.tensor_type.shape.dim.dim_param"),
+        (b"CacheUpdate", "model.graph.node.op_type"),
+    ],
+)
+def test_strings_that_are_no_text_are_found(text: bytes, where: str) -> None:
+    data = annotated("plain").SerializeToString()
+    with pytest.raises(errors.ModelFileError, match=f"{where} is no UTF-8 text") as caught:
+        compiler.load(data.replace(text, b"\xc3" * len(text)))
+    assert caught.value.path == "model"
+
+
 @pytest.mark.parametrize("name", ["m.textproto", "m.json", "absent.onnx"])
 def test_other_texts(name: str, tmp_path: Path) -> None:
     if not name.startswith("absent"):
