@@ -95,9 +95,25 @@ def write_after_read(orders: Iterable[partition.Order]) -> tuple[WriteAfterRead,
     )
 
 
-def conditions(judgements: Iterable[Judgement]) -> tuple[Condition, ...]:
-    """What sizes leave open, each once, in the order of the program."""
-    return _listed(judgements, Verdict.OPEN)
+def conditions(
+    judgements: Iterable[Judgement],
+    checks: Checks,
+    nodes: Iterable[ir.Node],
+    pages: Mapping[ir.Value, ir.Value],
+) -> tuple[Condition, ...]:
+    """What is left to a run: positions, shapes, page tables; each once, in program order.
+
+    Args:
+        judgements: of positions, indices and lengths.
+        checks: of a run.
+        nodes: of the model, those of bodies included.
+        pages: paged values and their roots.
+    """
+    return (
+        *_listed(judgements, Verdict.OPEN),
+        *_of_shapes(checks),
+        *dict.fromkeys(_of_pages(nodes, pages)),
+    )
 
 
 def proofs(judgements: Iterable[Judgement]) -> tuple[Condition, ...]:
@@ -105,7 +121,7 @@ def proofs(judgements: Iterable[Judgement]) -> tuple[Condition, ...]:
     return _listed(judgements, Verdict.PROVED)
 
 
-def of_shapes(checks: Checks) -> tuple[Condition, ...]:
+def _of_shapes(checks: Checks) -> tuple[Condition, ...]:
     """Sizes that must agree, where those of the inputs do not say that they do."""
     found = [
         Condition(f"{text} (`{static.bound.root}`)", static.bound.root, _place(static.bound))
@@ -193,12 +209,8 @@ def _known(expression: sympy.Expr | None, term: Linear | None, otherwise: str) -
     return text.strip()
 
 
-def of_pages(nodes: Iterable[ir.Node], pages: Mapping[ir.Value, ir.Value]) -> tuple[Condition, ...]:
-    """What page tables must allow, each once, in the order of the program."""
-    return tuple(dict.fromkeys(_of_pages(nodes, pages)))
-
-
 def _of_pages(nodes: Iterable[ir.Node], pages: Mapping[ir.Value, ir.Value]) -> Iterator[Condition]:
+    """What page tables must allow."""
     for node in nodes:
         if not paged_rules.is_paged_operator(node):
             continue

@@ -129,10 +129,8 @@ class _Planner:
             write_after_read=listing.write_after_read(self.orders),
             copies=copies,
             fallbacks=listing.fallbacks(every, self.facts),
-            conditions=(
-                *listing.conditions(self.loaded.judgements),
-                *listing.of_shapes(positions.build(self.loaded)),
-                *listing.of_pages(every, self.aliases.pages),
+            conditions=listing.conditions(
+                self.loaded.judgements, positions.build(self.loaded), every, self.aliases.pages
             ),
             proofs=listing.proofs(self.loaded.judgements),
             new_pages=made,
@@ -188,14 +186,14 @@ class _Planner:
 
     def block(self, ordered: _Ordered) -> Block:
         steps: list[Step] = []
-        wanted = self.wanted(ordered)
+        batches = tuple(map(partition.members, ordered.order.batches))
+        wanted = subsession.leaving(batches, ordered.graph.outputs)
         for batch in ordered.order.batches:
             if isinstance(batch, tuple):
                 steps.append(self.sub_session(batch, wanted))
             else:
-                steps.append(self.special(batch, ordered.bodies[batch]))
-            if not isinstance(batch, tuple):
-                self.special_steps[batch] = steps[-1]
+                self.special_steps[batch] = self.special(batch, ordered.bodies[batch])
+                steps.append(self.special_steps[batch])
             if isinstance(steps[-1], SubSession | Kernel):
                 self.nodes[id(steps[-1])] = partition.members(batch)
         outputs = tuple(self.slot(v) for v in ordered.graph.outputs)
@@ -203,15 +201,8 @@ class _Planner:
             tuple(steps),
             outputs,
             MappingProxyType(lifetimes.lifetimes(steps, outputs)),
-            tuple(calls.common(partition.members(batch)) for batch in ordered.order.batches),
+            tuple(map(calls.common, batches)),
         )
-
-    def wanted(self, ordered: _Ordered) -> set[ir.Value]:
-        """Values that leave the batch that makes them."""
-        wanted = set(ordered.graph.outputs)
-        for batch in ordered.order.batches:
-            wanted.update(subsession.inputs(partition.members(batch)))
-        return wanted
 
     def sub_session(
         self,
@@ -317,12 +308,7 @@ class _Planner:
             tuple(formals),
             self.block(ordered),
             self.all(node.outputs[:carried]),
-            tuple(
-                self.stacked(whole, element)
-                for whole, element in zip(
-                    node.outputs[carried:], body.outputs[1 + carried :], strict=True
-                )
-            ),
+            tuple(map(self.stacked, node.outputs[carried:], body.outputs[1 + carried :])),
             self.roots(node.outputs[:carried]),
             integrity.source(node),
         )

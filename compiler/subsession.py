@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import onnx
 import onnx_ir as ir
@@ -73,6 +73,11 @@ def inputs(nodes: Sequence[ir.Node]) -> list[ir.Value]:
     made = {v for node in nodes for v in node.outputs}
     taken = dict.fromkeys(v for node in nodes for v in flat.captures(node))
     return [v for v in taken if v not in made]
+
+
+def leaving(batches: Iterable[Sequence[ir.Node]], results: Iterable[ir.Value]) -> set[ir.Value]:
+    """Values that leave the batch that makes them: ``results``, and what other batches need."""
+    return {*results, *(v for batch in batches for v in inputs(batch))}
 
 
 def _node(node: ir.Node) -> onnx.NodeProto:
