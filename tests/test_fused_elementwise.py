@@ -54,15 +54,15 @@ def test_small_results_are_relatively_right(operation):
     close(output, ONE[operation](x.astype(np.float64)), 3e-6, 0)
 
 
-@pytest.mark.parametrize("operation", [One.EXP, One.RELU, One.ABSOLUTE, One.NEGATE, One.TANH])
+@pytest.mark.parametrize("operation", One)
 def test_numbers_beyond_all_bounds_and_nan(operation):
     x = np.float32([np.nan, np.inf, -np.inf, 87.5, 88.5, 89, 1e30, -87.5, -110, -1e30])
     output = np.empty_like(x)
     block = elementwise.Unary(operation, at(x), at(output), x.size)
     together([(elementwise.unary, block)], 1)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # of SiLU: -inf times 0
         expected = ONE[operation](x.astype(np.float64)).astype(np.float32)
-    close(output, expected, 2e-5, 1e-37)
+    close(output, expected, 2e-5, 1e-36)
 
 
 @pytest.mark.parametrize("operation", Two)

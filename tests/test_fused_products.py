@@ -96,14 +96,14 @@ def bound(x, weights, layout, planes):
     rounding = 2e-6 * (tops @ size.T)
     if not layout.bits:
         return rounding
-    return tops @ size.T / (2 * quantize.LARGEST[planes - 1]) * 1.02 + rounding
+    return tops @ size.T / (2 * quantize.LARGEST[planes]) * 1.02 + rounding
 
 
 CORRECTIONS = [panels.DEFAULT_ZERO_POINT, panels.ZERO_POINTS, panels.MINIMUM]
 KINDS = [
-    *itertools.product((4, 8), (np.float16,), CORRECTIONS, (1, 2), (1,)),
+    *itertools.product((4, 8), (np.float16,), CORRECTIONS, (1, 3), (1,)),
     (4, np.float32, panels.MINIMUM, 1, 1),
-    (4, np.float32, panels.ZERO_POINTS, 2, 3),
+    (4, np.float32, panels.ZERO_POINTS, 3, 3),
     (8, np.float32, panels.DEFAULT_ZERO_POINT, 1, 4),
     (4, np.float16, panels.MINIMUM, 1, 2),
 ]
@@ -134,7 +134,7 @@ def test_portable_code_gives_the_same_integers(guarded, bits):
     matrix, _ = codes(rng, 64, 320, bits, correction=panels.MINIMUM)
     layout = panels.layout_codes([matrix])
     x, data = floats(rng, 1, 320), packed([matrix], layout)
-    fast, plain = (multiply(guarded, layout, data, x, 64, planes=2, portable=p) for p in (FAST, 1))
+    fast, plain = (multiply(guarded, layout, data, x, 64, planes=3, portable=p) for p in (FAST, 1))
     np.testing.assert_allclose(fast, plain, rtol=1e-5, atol=1e-5)
 
 
@@ -228,10 +228,10 @@ def test_a_gate_and_what_it_gates(guarded, gate, of_floats):
     biases = [floats(rng, 48), None]
     bias = panels.pack_bias(biases, [48, 48], gate=True)
     data = packed(matrices, layout, gate=True, floats=of_floats)
-    result = multiply(guarded, layout, data, x, 48, planes=2, gate=gate, bias=bias, threads=2)
+    result = multiply(guarded, layout, data, x, 48, planes=3, gate=gate, bias=bias, threads=2)
     left, right = (x.astype(np.float64) @ w.T for w in weights)
     expected = TWO[gate](left + biases[0], right)
-    np.testing.assert_allclose(result, expected, rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -271,10 +271,24 @@ def test_matrices_that_cannot_be_one():
         panels.layout_floats([np.zeros((16, 4), np.float32), np.zeros((16, 5), np.float32)])
 
 
-def test_an_infinite_activation_is_seen(guarded):
-    rng = np.random.default_rng(0)
-    matrix, _ = codes(rng, 32, 64, 4)
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("planes", [1, 3])
+@pytest.mark.parametrize("infinity", [np.inf, -np.inf])
+def test_an_infinite_activation_gives_infinities_of_the_sign_of_weights(
+    guarded, infinity, planes, correction
+):
+    matrix, weights = codes(np.random.default_rng(0), 32, 64, 4, correction=correction)
     layout = panels.layout_codes([matrix])
-    x = floats(rng, 1, 64)
-    x[0, 3] = np.inf
+    x = floats(np.random.default_rng(1), 1, 64)
+    x[0, 3] = infinity
+    result = multiply(guarded, layout, packed([matrix], layout), x, 32, planes=planes)
+    with np.errstate(invalid="ignore"):  # infinity times a weight of 0
+        np.testing.assert_array_equal(result, infinity * weights[:, 3][None])
+
+
+def test_infinities_of_one_block_that_cancel_are_no_number(guarded):
+    matrix, _ = codes(np.random.default_rng(0), 32, 64, 4)
+    layout = panels.layout_codes([matrix])
+    x = floats(np.random.default_rng(1), 1, 64)
+    x[0, [3, 9]] = np.inf, -np.inf
     assert np.isnan(multiply(guarded, layout, packed([matrix], layout), x, 32)).all()

@@ -129,7 +129,6 @@ def quantized(bits, weights, codes, zeros):
         f"y = com.microsoft.MatMulNBits <bits = {bits}, block_size = 32, K = {WIDTH}, N = {WIDTH}>"
         f" (x, {weights})",
         lambda x: x @ matrix.T,
-        2e-4,
     )
 
 

@@ -96,10 +96,10 @@ def divergence(exact: np.ndarray, approximate: np.ndarray) -> float:
     return float((np.exp(exact) * (exact - approximate)).sum(-1).mean())
 
 
-@pytest.mark.parametrize(("fuse", "error"), [("auto", 2e-2), ("off", 2e-3)])
+@pytest.mark.parametrize("fuse", ["auto", "off"])
 @pytest.mark.parametrize("question", [CAPITAL, SEA])
-def test_exact_mode_says_what_numpy_says(question, fuse, error, reference, text, load) -> None:
-    """To the token. Fused products round their inputs to 16 bits."""
+def test_exact_mode_says_what_numpy_says(question, fuse, reference, text, load) -> None:
+    """To the token, and each logit as nearly as float32 has it."""
     prompt = text.encode(tokenizer.first_turn(question)).ids
     expected, logits = expected_logits(reference, prompt, 31)
     session = load(Precision.EXACT, "float32", fuse)
@@ -107,7 +107,7 @@ def test_exact_mode_says_what_numpy_says(question, fuse, error, reference, text,
     assert list(generate.Conversation(session, 128).generate(prompt, 31)) == expected
     conversation = generate.Conversation(session, 128)
     forced = teacher_forced(conversation, prompt, expected)
-    np.testing.assert_allclose(forced, logits, atol=error)
+    np.testing.assert_allclose(forced, logits, atol=2e-4)
     assert conversation.binding._frame.frame.fused == (fuse == "auto")
     assert not session.refusals
 
@@ -124,13 +124,13 @@ def test_pages_say_what_numpy_says(reference, text, load) -> None:
     """In 32 bits, to the token; old pages in fewer bits stay close, and are far smaller."""
     prompt = text.encode(tokenizer.first_turn(SEA)).ids
     expected, logits = expected_logits(reference, prompt, 110)
-    session = load(Precision.EXACT, generate.PAGED, "off")
+    session = load(Precision.EXACT, generate.PAGED)
 
     plain = paged.PagedConversation(session, 300, tiers=None, first_format="FLOAT32")
     assert list(plain.generate(prompt, 31)) == expected[:31]
     plain.sequence.truncate(0)
     forced = teacher_forced(plain, prompt, expected[:31])
-    np.testing.assert_allclose(forced, logits[:32], atol=2e-3)
+    np.testing.assert_allclose(forced, logits[:32], atol=2e-4)
 
     short = [Tier("FLOAT16", tokens=32), Tier("INT8", tokens=32), Tier("INT4")]
     tiers = paged.PagedConversation(session, 300, tiers=ByAge(short, first=1))
@@ -156,9 +156,9 @@ def test_a_prompt_may_come_in_pieces(text, load) -> None:
     logits = whole.run(prompt)["logits"]
     for piece in (prompt[:1], prompt[1:20], prompt[20:]):
         last = pieces.run(piece)["logits"]
-    np.testing.assert_allclose(last, logits, atol=1e-2)  # the first piece is a fused run
+    np.testing.assert_allclose(last, logits, atol=2e-4)  # the first piece is a fused run
     for one, other in zip(pieces.caches, whole.caches, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-2)
+        np.testing.assert_allclose(one, other, atol=1e-4)
 
 
 def test_caches_are_the_callers(text, load) -> None:
@@ -174,7 +174,7 @@ def test_caches_are_the_callers(text, load) -> None:
 
 def test_stock_onnxruntime_computes_the_same(text, load, folder) -> None:
     prompt = text.encode("The sea is").ids
-    conversation = generate.Conversation(load(Precision.EXACT, "float32", "off"), 16)
+    conversation = generate.Conversation(load(Precision.EXACT, "float32"), 16)
     path = generate.compiled(Precision.EXACT, "float32", folder)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
@@ -185,7 +185,7 @@ def test_stock_onnxruntime_computes_the_same(text, load, folder) -> None:
 
     logits, *caches = stock.run(None, feeds)
     outputs = conversation.run(prompt)
-    np.testing.assert_allclose(outputs["logits"], logits, atol=1e-3)
+    np.testing.assert_allclose(outputs["logits"], logits, atol=2e-4)
     for ours, theirs in zip(conversation.caches, caches, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 

@@ -63,8 +63,11 @@ class Lanes(Emitter):
         return result
 
     def decay(self, x: Value, factor: float = 1.0) -> Value:
-        """``exp(-factor * abs(x))``."""
-        return self.exp2(self.builder.fmul(self.absolute(x), self.constant(-factor * _LOG2_E)))
+        """``exp(-factor * abs(x))``; 0 below 2**-126, so that an infinity times it is NaN."""
+        b = self.builder
+        power = b.fmul(self.absolute(x), self.constant(-factor * _LOG2_E))
+        gone = b.fcmp_ordered("<", power, self.constant(-126.0))
+        return b.select(gone, self.constant(0.0), self.exp2(power))
 
     def exp(self, x: Value) -> Value:
         """e**x; relative error 4e-7 + 1e-7 * abs(x).

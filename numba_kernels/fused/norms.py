@@ -106,8 +106,8 @@ def _row(x, source, target, codes):
         _add(target, target, x.bias, n, 0, 0)
     if x.codes:
         blocks = (n + quantize.BLOCK - 1) // quantize.BLOCK
-        if x.planes == 2:
-            quantize.quantize_two(target, codes, blocks, 0, blocks, n)
+        if x.planes == 3:
+            quantize.quantize_three(target, codes, blocks, 0, blocks, n)
         else:
             quantize.quantize_one(target, codes, blocks, 0, blocks, n)
 

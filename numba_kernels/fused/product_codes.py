@@ -43,8 +43,8 @@ def _multiply(typing_context, weights, blocks, rows, row, sums, end, following):
     def generate(context, builder, signature, arguments):
         e, b = Dots(builder, bool(PORTABLE)), builder
         weights, blocks, rows, row, sums, end, following = arguments
-        numbers = [(r, g) for r in range(ROWS) for g in range(GROUPS)]
-        totals = {key: cgutils.alloca_once(b, VECTOR) for key in numbers}
+        keys = [(r, g) for r in range(ROWS) for g in range(GROUPS)]
+        totals = {key: cgutils.alloca_once(b, VECTOR) for key in keys}
         for place in totals.values():
             b.store(e.constant(0.0), place)
         starts = [e.add(rows, e.times(row, r)) for r in range(ROWS)]
@@ -61,29 +61,34 @@ def _multiply(typing_context, weights, blocks, rows, row, sums, end, following):
             four, block = e.times(index, 4), e.times(index, BLOCK)
             for r in range(ROWS):
                 place = e.add(tables[r], four)
-                table = [e.add(place, e.times(blocks, 4 * k)) for k in range(3)]
+                table = [e.add(place, e.times(blocks, 4 * k)) for k in range(4)]
                 scale = e.load_all(table[0])
                 products = [
                     _dots(e, codes, e.add(e.add(starts[r], block), e.times(blocks, BLOCK * p)))
                     for p in range(PLANES)
                 ]
                 for g in range(GROUPS):
-                    whole = products[0][g]
-                    if PLANES == 2:
-                        eight = e.lanes([8] * 16)
-                        whole = b.add(b.shl(whole, eight), products[1][g])
-                    if CORRECTION == ZERO_POINTS:
-                        zero = e.bytes_(e.add(behind, 16 * g))
-                        whole = b.sub(whole, b.mul(zero, e.integer(table[2])))
-                    elif CORRECTION != MINIMUM:
+                    parts = [products[0][g]]
+                    if PLANES == 3:
+                        upper = b.add(b.shl(parts[0], e.lanes([8] * 16)), products[1][g])
+                        parts = [upper, products[2][g]]
+                    if CORRECTION != MINIMUM:
                         zero = e.lanes([default_zero_point(BITS)] * 16)
-                        whole = b.sub(whole, b.mul(zero, e.integer(table[2])))
-                    factor = b.fmul(scales[g], scale)
-                    total = e.fma(e.floats(whole), factor, b.load(totals[r, g]))
+                        if CORRECTION == ZERO_POINTS:
+                            zero = e.bytes_(e.add(behind, 16 * g))
+                        numbers = [e.integer(table[2 + k]) for k in range(len(parts))]
+                        parts = [
+                            b.sub(part, b.mul(zero, number))
+                            for part, number in zip(parts, numbers, strict=True)
+                        ]
+                    whole = e.floats(parts[0])
+                    if PLANES == 3:
+                        whole = e.fma(whole, e.constant(256.0), e.floats(parts[1]))
+                    whole = b.fmul(whole, scales[g])
                     if CORRECTION == MINIMUM:
                         least = e.scales(e.add(behind, 16 * g * SIZES[SCALE]), SCALE)
-                        total = e.fma(least, e.load_all(table[1]), total)
-                    b.store(total, totals[r, g])
+                        whole = e.fma(least, e.load_all(table[1]), whole)
+                    b.store(e.fma(whole, scale, b.load(totals[r, g])), totals[r, g])
         for (r, g), place in totals.items():
             e.store(b.load(place), e.add(sums, 4 * (product.PANEL * r + 16 * g)))
         return context.get_dummy_value()

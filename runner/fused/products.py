@@ -24,7 +24,7 @@ from onnx_inplace.runner.fused.table import Builder, NotFused
 from onnx_inplace.runner.fused.template import Loading, template
 from onnx_inplace.runner.fused.weights import Weights
 
-_EIGHT_BITS = 4  # the accuracy_level that lets activations be rounded to 8 bits
+_EIGHT_BITS = 4  # the accuracy_level that lets activations be rounded to 8 bits; others get 24
 
 
 def _kernels(loading: Loading, o: Operation) -> Iterator[OnDemand]:
@@ -83,7 +83,7 @@ def product(b: Builder, o: Operation) -> None:
 
 def _planes(o: Operation) -> int:
     levels = {m.attributes.get("accuracy_level", 0) for m in o.attributes["matrices"]}
-    return 1 if levels == {_EIGHT_BITS} else 2
+    return 1 if levels == {_EIGHT_BITS} else 3
 
 
 def planes_of(b: Builder, index: int | None) -> int | None:
