@@ -106,9 +106,7 @@ def _compile(settings: Settings, query: steps.Value | None, cache: steps.Value |
     else:
         pages_kernels.ready(np.empty((0, 1), np.int64), 1, portable=True)
     pages_table.find_unreadable.ready()
-    invoke.invoke.ready()
-    if settings.threads > 1:
-        invoke.invoke_parallel.ready()
+    threads.ready(settings.threads)
     return fast
 
 
@@ -212,8 +210,7 @@ class _Call:
         if workers == 1:
             invoke.invoke.ready()(self._kernels.attend, *arguments)
             return
-        with threads.region(workers):
-            invoke.invoke_parallel.ready()(self._kernels.attend, *arguments)
+        threads.run(self._kernels.attend, arguments[:-1], workers)
         if splits > 1:
             invoke.invoke.ready()(self._kernels.merge, *arguments)
 

@@ -160,9 +160,9 @@ def loaded(monkeypatch) -> list[int]:
     counts: list[int] = []
     load = library.Library.load
 
-    def count(self, step):
+    def count(self, step, threads):
         counts.append(1)
-        return load(self, step)
+        return load(self, step, threads)
 
     monkeypatch.setattr(library.Library, "load", count)
     return counts
