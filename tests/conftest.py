@@ -7,8 +7,22 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
+
+# Every run sees the same examples, however slow the machine is; --hypothesis-profile=fresh: others.
+hypothesis.settings.register_profile(
+    "fresh",
+    database=None,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    print_blob=True,
+)
+hypothesis.settings.register_profile(
+    "same", hypothesis.settings.get_profile("fresh"), derandomize=True
+)
+hypothesis.settings.load_profile("same")
 
 Array = np.ndarray[Any, Any]
 

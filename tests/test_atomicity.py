@@ -59,9 +59,7 @@ def branch(
 
 
 NESTED, UNTIL, BRANCH = Session(nested), Session(until), Session(branch)
-quick = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+quick = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def attempt(

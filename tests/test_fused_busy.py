@@ -1,12 +1,13 @@
 """A fused step beside other processes: a thread that comes late, again and again, is given up."""
 
-import time
+import types
 
 import numpy as np
 import pytest
 from decoders import Shape, decoder
 
 from onnx_inplace import Session
+from onnx_inplace.runner.fused import region as regions
 from onnx_inplace.runner.fused.region import Region
 
 pytestmark = pytest.mark.kernel
@@ -27,9 +28,13 @@ def decode(program, threads):
 
 @pytest.fixture
 def late(monkeypatch):
-    """Every parallel call waits long for its last thread; how many there were."""
-    calls = []
+    """Every parallel call waits long for its last thread, by a clock of its own; their numbers."""
+    calls, clock = [], [0.0]
     init = Region.__init__
+
+    def perf_counter():
+        clock[0] += 1
+        return clock[0]
 
     def begin(region, *arguments):
         init(region, *arguments)
@@ -39,11 +44,12 @@ def late(monkeypatch):
 
         def slow(*arguments):
             calls.append(len(calls))
-            time.sleep(0.1)
+            clock[0] += 100
             return parallel(*arguments)
 
         region._parallel = slow
 
+    monkeypatch.setattr(regions, "time", types.SimpleNamespace(perf_counter=perf_counter))
     monkeypatch.setattr(Region, "__init__", begin)
     return calls
 

@@ -144,6 +144,8 @@ def test_waiting_is_reported_when_a_thread_comes_late():
     state, meet = interpreter.control(), _meet.ready()
 
     def come_late():
+        while not state[barrier.ARRIVED // 8]:
+            time.sleep(0.001)
         time.sleep(0.02)
         meet(at(state), 2)
 

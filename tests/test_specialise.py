@@ -13,12 +13,10 @@ from onnx_inplace.numba_kernels import cache, decode, floats, specialise
 pytestmark = [pytest.mark.kernel, pytest.mark.slow]
 
 PROGRAM = """
-import time
 from onnx_inplace.numba_kernels import decode, specialise
-start = time.perf_counter()
 module = specialise.specialise(decode, 0, 16, 1)
 kernel = module.attend.ready()
-print(module.__file__, kernel.cache_hits, time.perf_counter() - start)
+print(module.__file__, kernel.cache_hits)
 """
 
 
@@ -32,22 +30,21 @@ def start(folder):
 def finish(process):
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0
-    file, hits, seconds = out.split()
-    return file, int(hits), float(seconds)
+    file, hits = out.split()
+    return file, int(hits)
 
 
 def test_processes_share_compiled_code(tmp_path):
     first = [finish(p) for p in [start(tmp_path), start(tmp_path)]]  # both at once
-    file, hits, seconds = finish(start(tmp_path))
-    assert {f for f, _, _ in first} == {file}
+    file, hits = finish(start(tmp_path))
+    assert {f for f, _ in first} == {file}
     assert file.startswith(str(tmp_path)) and hits == 1
-    assert seconds < max(s for _, _, s in first)
     assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_without_a_writable_folder_the_code_lives_in_memory(tmp_path):
     (tmp_path / "file").touch()
-    file, hits, _ = finish(start(tmp_path / "file" / "folder"))
+    file, hits = finish(start(tmp_path / "file" / "folder"))
     assert file.startswith("<") and hits == 0
 
 
