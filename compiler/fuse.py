@@ -21,6 +21,7 @@ from onnx_inplace.compiler import (
     fusable_context,
     integrity,
     lifetimes,
+    paged_types,
     partition,
     patterns,
     rewriting,
@@ -237,4 +238,5 @@ class _Region:
             self.context.tensor(value),
             self.context.content(value),
             None if root is None else root.name,
+            paged_types.of(value),
         )

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from onnx_inplace.compiler import sizes
 from onnx_inplace.compiler.errors import Location
+from onnx_inplace.compiler.paged_types import PageType
 from onnx_inplace.compiler.sizes import Shape, Size
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class FusedValue:
         constant: the tensor of a weight.
         content: integers that the dimensions decide, such as the target of a Reshape.
         root: the graph input whose storage it is.
+        pages: of a paged cache.
     """
 
     name: str
@@ -50,6 +52,7 @@ class FusedValue:
     constant: ir.TensorProtocol | None = None
     content: tuple[Size, ...] | None = None
     root: str | None = None
+    pages: PageType | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onnx_inplace.compiler import errors, steps
+from onnx_inplace.compiler.paged_types import PageType
 from onnx_inplace.numba_kernels import invoke, pages_attention, pages_kernels, pages_table
 from onnx_inplace.numba_kernels.layout import bits
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner import threads, workspace
 from onnx_inplace.runner.actions import Action, Array, Settings, Slots, result, reusable
-from onnx_inplace.runner.attend import KINDS, PARALLEL, SHORTEST_SPLIT, Calls, known_dim
+from onnx_inplace.runner.attend import KINDS, PARALLEL, SHORTEST_SPLIT, Calls, Known, known_dim
 from onnx_inplace.runner.operators_pages import placed
 from onnx_inplace.runner.page_codec import Codec
 from onnx_inplace.runner.page_pieces import check_readable, reading
@@ -59,7 +60,10 @@ def paged_attention(step: steps.Kernel, settings: Settings) -> Action:
         reason = f"left_window_size={options.left}"
         raise errors.UnsupportedOperator(step.domain, step.op_type, reason)
     reuse, calls = reusable(step, output), Calls[_Call]()
-    fast = _compile(settings, step.values.get(query_slot), step.values.get(cache_slot))
+    query_value, cache_value = step.values.get(query_slot), step.values.get(cache_slot)
+    pages = None if cache_value is None else cache_value.pages
+    fast = compile_known(query_value, pages, portable=settings.portable)
+    threads.ready(settings.threads)
 
     def act(slots: Slots) -> None:
         query, store = slots[query_slot], slots[cache_slot].store
@@ -90,23 +94,22 @@ def _present(step: steps.Kernel) -> list[int]:
     return found
 
 
-def _compile(settings: Settings, query: steps.Value | None, cache: steps.Value | None) -> bool:
-    """Compile all that a run needs: nothing is compiled in the middle of it.
+def compile_known(query: Known | None, pages: PageType | None, *, portable: bool) -> bool:
+    """Compile the kernels of attention, so that nothing is compiled in the middle of a run.
 
     Returns:
         Whether fast kernels are ready: what they are made for, formats and sizes, is known now.
     """
-    heads, pages = known_dim(query, 1), None if cache is None else cache.pages
+    pages_table.find_unreadable.ready()
+    heads = known_dim(query, 1)
     dims = () if pages is None or pages.shape is None else pages.shape
     sizes = [dim for dim in dims if isinstance(dim, int)]
-    fast = not settings.portable and heads is not None and len(sizes) == 4
+    fast = not portable and heads is not None and len(sizes) == 4
     if fast and pages is not None and heads is not None:
         known = Codec(sizes, pages.formats).descriptions
         pages_kernels.ready(known, heads // sizes[1])
     else:
         pages_kernels.ready(np.empty((0, 1), np.int64), 1, portable=True)
-    pages_table.find_unreadable.ready()
-    threads.ready(settings.threads)
     return fast
 
 

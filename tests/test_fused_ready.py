@@ -12,6 +12,7 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
+import test_fused_paged
 from decoders import Shape, decoder
 from numba.core import event
 from test_fused_decoders import SHAPES, decode
@@ -85,10 +86,34 @@ def demand_that_runs_compile_nothing() -> None:
     assert not any(running for _, running in counts), counts
 
 
-def test_a_fused_run_compiles_nothing() -> None:
+def demand_that_runs_over_pages_compile_nothing(fuse: str) -> None:
+    """Pages that are made in a run, of each format, and read beside those of another one."""
+    for number, kind in enumerate(test_fused_paged.KINDS):
+        loading, running = Compiled(), Compiled()
+        with event.install_listener("numba:compiler_lock", loading):
+            session = Session(test_fused_paged.decoder(kind), threads=1 + number % 2, fuse=fuse)
+        _, binding = bound(session)
+        with binding as step, event.install_listener("numba:compiler_lock", running):
+            pieces = [1, 2, 3, 4, *[4] * 7, 1]
+            for x, table, position in test_fused_paged.steps(pieces, np.arange(3)):
+                step.run(x=x, table=table, position=position)
+                assert step._frame.frame.fused
+        assert loading.count or number, "nothing is compiled here"
+        assert not running.count, (kind, running.count)
+
+
+@pytest.mark.parametrize(
+    "demand",
+    [
+        "demand_that_runs_compile_nothing()",
+        "demand_that_runs_over_pages_compile_nothing('auto')",
+        "demand_that_runs_over_pages_compile_nothing('decode-only')",
+    ],
+)
+def test_a_fused_run_compiles_nothing(demand) -> None:
     """In a process in which nothing has been compiled before."""
     here = pathlib.Path(__file__)
-    lines = "import test_fused_ready; test_fused_ready.demand_that_runs_compile_nothing()"
+    lines = f"import test_fused_ready; test_fused_ready.{demand}"
     done = subprocess.run(
         [sys.executable, "-c", lines],
         env=os.environ | {"PYTHONPATH": str(here.parent)},

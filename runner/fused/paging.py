@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from onnx_inplace.compiler import errors
 from onnx_inplace.compiler.fused import Operation
 from onnx_inplace.numba_kernels import pages
 from onnx_inplace.numba_kernels.fused import paging as kernels
-from onnx_inplace.numba_kernels.memory import address
-from onnx_inplace.runner import operators_pages
+from onnx_inplace.numba_kernels.memory import OnDemand, address
+from onnx_inplace.runner import operators_paged_attention, operators_pages
 from onnx_inplace.runner.attend import KINDS
 from onnx_inplace.runner.fused.attending import SHORTEST, SPLITS
 from onnx_inplace.runner.fused.buffers import aligned
 from onnx_inplace.runner.fused.page_access import Limits, Reading, Writing
 from onnx_inplace.runner.fused.table import Builder, NotFused
-from onnx_inplace.runner.fused.template import template
-from onnx_inplace.runner.operators_paged_attention import Options
+from onnx_inplace.runner.fused.template import Loading, template
 
 
 @template(kernels.write)
@@ -54,7 +55,15 @@ def update(b: Builder, o: Operation) -> None:
     b.pages.accesses.append(writing)
 
 
-@template(kernels.begin, kernels.attend)
+def _kernels(loading: Loading, o: Operation) -> Iterator[OnDemand]:
+    """Those for every format that pages may have, where their sizes are known."""
+    query, cache = (loading.value(k) for k in o.inputs[:2])
+    pages_ = None if cache is None else cache.pages
+    operators_paged_attention.compile_known(query, pages_, portable=loading.portable)
+    yield from (kernels.begin, kernels.attend)
+
+
+@template(_kernels)
 def attention(b: Builder, o: Operation) -> None:
     """PagedAttention of (batch, heads, tokens, head_size)."""
     query_at, cache_at, ids_at, lengths_at = o.inputs
@@ -68,7 +77,7 @@ def attention(b: Builder, o: Operation) -> None:
         batch,
         b.source(lengths_at),
         (query, target),
-        Options.of(o.attributes),
+        operators_paged_attention.Options.of(o.attributes),
         Limits(SPLITS, b.threads, b.portable),
     )
     calls = access.calls
