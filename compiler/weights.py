@@ -22,7 +22,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnx_inplace.compiler.errors import InplaceError
+from onnx_inplace.compiler.errors import WeightsError
 
 LARGE = 64 << 10  # [bytes] weights from this size on are detached, and saved beside the model
 LIMIT = 2**31 - 1  # [bytes] that a protobuf message may have
@@ -30,10 +30,6 @@ ALIGNMENT = 4096  # [bytes] of every weight in the file: a page, so that it can 
 PIECE = 16 << 20  # [bytes] written at once
 
 Weights = Mapping[str, ir.TensorProtocol]
-
-
-class WeightsError(InplaceError, ValueError):
-    """The data of a weight cannot be found, has changed, or lies outside of the model's folder."""
 
 
 @contextlib.contextmanager

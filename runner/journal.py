@@ -61,6 +61,9 @@ def noted(step: steps.Kernel, action: Action) -> Action:
         try:
             action(slots)
             slots[JOURNAL].append(note(slots))
+        except errors.PlacedError as error:
+            error.at(step.location)
+            raise
         except errors.InplaceError:
             raise  # a kernel checks first: it has refused, and written nothing
         except BaseException:  # an interrupt may come between the write and its note, too

@@ -14,7 +14,7 @@ import onnx_ir as ir
 import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as ort
 
-from onnx_inplace.compiler import errors, weights
+from onnx_inplace.compiler import errors
 from onnx_inplace.compiler.steps import SubSession, Weight
 from onnx_inplace.runner.loaded import Loaded, Packaged
 from onnx_inplace.runner.native import pool, session
@@ -82,11 +82,11 @@ class Library:
         Raises:
             errors.UnsupportedOperator: onnxruntime does not know an operator, or not for these
             types and shapes.
-            weights.WeightsError: a file of weights is another one since :meth:`expect`.
+            errors.WeightsError: a file of weights is another one since :meth:`expect`.
         """
         for path in _files(step):
             if _state(path) != self._files.get(path, _state(path)):
-                raise weights.WeightsError(
+                raise errors.WeightsError(
                     f"`{path}` has changed since the session was loaded, and this run is the first "
                     "one that needs weights of it: make a new session of the model"
                 )

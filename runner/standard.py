@@ -72,7 +72,7 @@ class SubSessionRunner:
 
         Raises:
             errors.UnsupportedOperator: onnxruntime cannot run a node.
-            weights.WeightsError: a file of its weights has changed since.
+            errors.WeightsError: a file of its weights has changed since.
         """
         with self._lock:
             if self._loaded is None:

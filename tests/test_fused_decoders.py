@@ -84,8 +84,10 @@ def test_what_a_fused_run_refuses_has_written_nothing():
         before = {name: cache.tobytes() for name, cache in caches.items()}
         with pytest.raises(errors.CapacityError):
             step.run(tokens=[[1]], position=8)
-        with pytest.raises(errors.OperatorError):
+        with pytest.raises(errors.OperatorError, match="Gather: `tokens`") as caught:
             step.run(tokens=[[shape.vocabulary]], position=1)
+        assert str(caught.value).startswith(f"{caught.value.location}: ")
+        assert str(caught.value.location).startswith("decoders.py:")
         assert {name: cache.tobytes() for name, cache in caches.items()} == before
         step.run(tokens=[[2]], position=1)  # neither left the binding dirty
         assert all(run.frame.fused for run in step._execution._frames.values())

@@ -403,6 +403,16 @@ def test_positions_without_angles_are_refused_before_a_run(name):
         run(session(case, "auto"), bad)
 
 
+@pytest.mark.parametrize("skip", ["bias", "column"])
+@pytest.mark.parametrize("fuse", ["auto", "off"])
+def test_a_skip_of_another_shape_is_refused_as_by_the_library(skip, fuse):
+    """It shares sequences of a batch, and nothing else."""
+    name = "com.microsoft.SkipSimplifiedLayerNormalization"
+    case = Case(f"y = {name} (x, {skip}, scale)", lambda x: x)
+    with pytest.raises(errors.OperatorError, match="skip"):
+        run(session(case, fuse))
+
+
 def test_an_operator_has_one_rule_and_one_template():
     with pytest.raises(ValueError, match="has another rule already"):
         templates.register("", "Add", lambda node, context: None, lambda b, o: None)

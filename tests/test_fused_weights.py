@@ -13,7 +13,7 @@ from test_fused_decoders import decode
 
 from onnx_inplace import Session, compiler, dsl
 from onnx_inplace.compiler import matrices as compiled
-from onnx_inplace.compiler.weights import WeightsError
+from onnx_inplace.compiler.errors import WeightsError
 from onnx_inplace.dsl import FLOAT, INT64, op, weight
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner.fused import blob, matrices, sources, weights

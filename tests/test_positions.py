@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import textual
 
+from onnx_inplace import Session
 from onnx_inplace.compiler import errors, loader, positions
 from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, function, kv, model, op
 from onnx_inplace.runner import checks, inputs
@@ -603,3 +604,24 @@ def test_a_long_chain_of_writes_is_no_deep_recursion() -> None:
 
     found = positions.build(loader.load(program))
     assert [str(d.offset) for d in found.direct] == ["(600 * n)"]
+
+
+@pytest.mark.kernel
+def test_an_error_at_a_step_has_its_line() -> None:
+    """The position is content that the run writes, so nothing else can know it."""
+
+    @model
+    def late(
+        cache: Mutable[FLOAT[4, 2]], place: Mutable[INT64[1]], new: FLOAT[1, 2], at: INT64[1]
+    ) -> tuple[Alias["cache"], Alias["place"]]:
+        place = kv.Assign(place, at + 0)
+        position = op.Squeeze(op.Neg(op.Neg(place)), [0])
+        return kv.CacheUpdate(cache, new, position, axis=0), place
+
+    session = Session(late)
+    lent = {port.name: session.allocate(port.name) for port in session.mutable_inputs}
+    with session.bind(**lent) as step, pytest.raises(errors.CapacityError) as caught:
+        step.run(new=np.zeros((1, 2), np.float32), at=[7])
+    assert caught.value.position == 7
+    assert str(caught.value.location).startswith("test_positions.py:")
+    assert str(caught.value).startswith(f"{caught.value.location}: `cache`")

@@ -472,6 +472,8 @@ ERRORS = [
     errors.PlanError(["a slot is filled twice", "another"]),
     errors.AliasViolation("moved", "updated", 16, 32),
     errors.OperatorError("modulo by zero"),
+    errors.OperatorError("Gather: `tokens` is [9]").at("a.py:3"),
+    errors.WeightsError("`a.onnx.data` has changed"),
     errors.DirtyState("failed", (("cache", 3, 2),)),
 ]
 

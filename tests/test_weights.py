@@ -325,5 +325,5 @@ print(found.size, found[-1], found[found.size // 2])
     )
     assert done.stdout.split() == [str(elements), "5.0", "7.0"], done.stderr
     (tmp_path / data_files(tmp_path)[0]).unlink()
-    with pytest.raises(weights.WeightsError, match="save the model"):
+    with pytest.raises(errors.WeightsError, match="save the model"):
         _ = heavy(sparse).serialized

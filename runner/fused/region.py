@@ -49,7 +49,10 @@ def build(
             entering[link.value] = b.enter(link.value)
     last = _last_uses(region.operations, b.leaving | set(entering))
     for k, operation in enumerate(region.operations):
+        before = len(b.bounds)
         templates.write(b, operation)
+        for at, bound in enumerate(b.bounds[before:], before):
+            b.bounds[at] = dataclasses.replace(bound, location=operation.location)
         b.end_operation(last.get(k, ()))
     b.instructions = heads.share(b.instructions, _looked_at(b, roots))
     products.link(b)
@@ -291,6 +294,6 @@ def _comparison(slot: int, low: int, end: int, bounds: list[Bound]) -> Any:
             return
         for bound in bounds:
             if not (bound.low <= int(numbers.min()) and int(numbers.max()) < bound.end):
-                bound.fail(numbers)
+                bound.refuse(numbers)
 
     return check

@@ -33,7 +33,11 @@ def skip_norm(b: Builder, o: Operation) -> None:
     last = 4 if centered else 3
     added = o.inputs[last] if len(o.inputs) > last else None
     source = b.contiguous(b.array(o.inputs[0]))
-    skip = b.contiguous(np.broadcast_to(b.array(o.inputs[1]), source.shape))
+    skip = b.array(o.inputs[1])
+    rows = source.shape[-2:]  # what the library lets every sequence of a batch share
+    if skip.shape not in (source.shape, rows, (1, *rows)) or skip.ndim not in (2, source.ndim):
+        raise NotFused(f"{o.op_type} of {source.shape} with a skip of {skip.shape}")
+    skip = b.contiguous(np.broadcast_to(skip, source.shape))
     if added is not None:  # a row that is added to the sum
         sum_ = b.temporary(source.shape)
         elementwise.binary_of(b, Two.ADD, source, b.array(added), sum_)

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from onnx_inplace.compiler import sizes
+from onnx_inplace.compiler import errors, sizes
+from onnx_inplace.compiler.errors import Location
 from onnx_inplace.compiler.fused import Fused, FusedValue
 from onnx_inplace.numba_kernels.fused import interpreter, moves
 from onnx_inplace.numba_kernels.memory import OnDemand, address
@@ -30,13 +31,22 @@ class NotFused(Exception):
 class Bound:
     """What must hold of the integers of an input before a run: low <= number < end.
 
-    ``fail(numbers)`` raises the error of the step that reads them.
+    ``fail(numbers)`` raises the error of the operation that reads them, ``refuse`` with its line.
     """
 
     value: int
     low: int
     end: int
     fail: Callable[[Array], None]
+    location: Location | None = None
+
+    def refuse(self, numbers: Array) -> None:
+        """Raise the error; it says the place."""
+        try:
+            self.fail(numbers)
+        except errors.PlacedError as error:
+            error.at(self.location)
+            raise
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
