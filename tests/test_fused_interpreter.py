@@ -133,6 +133,38 @@ def test_two_runs_at_a_time_do_not_meet():
     assert results == [True] * 3
 
 
+@compiled_kernel(kernel.KERNEL)
+def wait(arguments, thread, threads):
+    """(begun, answer, seen), int64: begins, and looks for an answer; a held lock brings none."""
+    fetch_add(arguments, 1)
+    for _ in range(200_000_000):
+        if fetch_add(arguments + 8, 0):
+            fetch_add(arguments + 16, 1)
+            return
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_other_threads_of_python_go_on_during_a_run(threads):
+    """The lock of the interpreter is given back: another thread answers while a kernel waits."""
+    words, state = np.zeros(3, np.int64), interpreter.control()
+    table = interpreter.table([(wait.ready().address, at(words), interpreter.FIRST)])
+
+    def answer():
+        while not words[0]:
+            time.sleep(1e-3)
+        words[1] = 1
+
+    other = threading.Thread(target=answer)
+    other.start()
+    if threads == 1:
+        interpreter.run.ready()(at(table), 1)
+    else:
+        with policy.region(threads):
+            interpreter.run_parallel.ready()(at(table), 1, at(state), threads)
+    other.join()
+    assert words.tolist() == [1, 1, 1]
+
+
 @on_demand("int64(int64,int64)")
 def _meet(state, threads):
     barrier.meet(state, threads)
