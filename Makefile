@@ -1,5 +1,6 @@
 # make demo    chat with SmolLM2-135M, its caches updated in place
 # make test    run the tests
+# make fuzz    run the tests of random examples on others than always
 # make bench   measure, beside onnxruntime, onnxruntime-genai and llama.cpp
 # make lint    format, style, types
 # make clean   remove what these made
@@ -17,13 +18,20 @@ QUESTION ?= What is the capital of France?
 CANDIDATES := python3 python3.13 python3.12 python3.11
 SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
-.PHONY: demo test bench lint clean
+.PHONY: demo test fuzz bench lint clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/python tutorials/smollm2/chat.py --once "$(QUESTION)"
 
 test: $(VENV)/.test
 	@$(BIN)/python -m pytest -m "not peer" $(PYTEST_ARGS)
+
+ifndef SEED
+SEED := $(shell date +%s)
+endif
+fuzz: $(VENV)/.test
+	@echo "SEED=$(SEED)"
+	@$(BIN)/python -m pytest -m "seeded or hypothesis" --fuzz=$(SEED) --hypothesis-seed=$(SEED) $(PYTEST_ARGS)
 
 bench: $(VENV)/.bench
 	@$(BIN)/python benchmarks/run.py $(PIECES)

@@ -1,4 +1,8 @@
-"""Storage and meters: where an array lies, what stands around it, what a call allocates."""
+"""Storage, meters and examples.
+
+Where an array lies, what stands around it, what a call allocates; and which random examples the
+tests see: the same in every run on every machine, or others with ``--fuzz`` (``make fuzz``).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from typing import Any
 import hypothesis
 import numpy as np
 import pytest
+from hypothesis.internal.conjecture import providers
 
 # Every run sees the same examples, however slow the machine is; --hypothesis-profile=fresh: others.
 hypothesis.settings.register_profile(
@@ -29,6 +34,50 @@ Array = np.ndarray[Any, Any]
 MARGIN = 256  # bytes before and after
 GUARD = 0xA5
 POISON = 0x5A
+
+FIRST = 200_000  # seed of every run, but with --fuzz
+SEED = pytest.StashKey[int]()  # of a test: the one that it looks at
+
+hypothesis.settings.register_profile("always the same", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("fuzz", derandomize=False, database=None, deadline=None)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fuzz", type=int, metavar="SEED", help="random examples from SEED on, not those of always"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    seed = config.getoption("--fuzz")
+    hypothesis.settings.load_profile("always the same" if seed is None else "fuzz")
+    # hypothesis also draws the constants of whatever modules of a project are loaded: the examples
+    # of a test would depend on the tests before it, and on where the package is installed
+    if hasattr(providers, "_get_local_constants"):
+        nothing = providers._local_constants
+        providers._get_local_constants = lambda: nothing
+
+
+@pytest.fixture
+def seeds(request: pytest.FixtureRequest) -> Callable[[int], Iterator[int]]:
+    """Makes so many seeds; where a test fails at one of them, its report says which."""
+    given = request.config.getoption("--fuzz")
+    first = FIRST if given is None else given
+
+    def make(count: int) -> Iterator[int]:
+        for seed in range(first, first + count):
+            request.node.stash[SEED] = seed
+            yield seed
+
+    return make
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    if report.failed and SEED in item.stash:
+        report.sections.append(("seed", f"it fails at once with --fuzz={item.stash[SEED]}"))
+    return report
 
 
 @pytest.fixture

@@ -6,23 +6,22 @@ kind, and values that are derived from reads. The writer keeps no versions. It r
 *current* name for each cache, as an author does, takes it nearly always, and a wrong name now and
 then (``slips``). Whether the program is right is for others to say.
 
-Everything is drawn through ``Choices``, so that hypothesis can shrink a program and a plain seed
-can repeat one. Tensors are INT64, or integers as float32: every oracle then agrees to the last bit.
+Everything is drawn through ``Choices``: a seed repeats a program, on every machine and with every
+version of the libraries. Tensors are INT64, or integers as float32: every oracle then agrees to the
+last bit.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
 import scripting
 from authoring.author import Author
 from authoring.block import CACHE, CAPACITY, ROWS, TOKEN
-from authoring.choices import Choices, Drawn, Seeded
+from authoring.choices import Choices, Seeded
 from authoring.floats import FloatAuthor
-from hypothesis import strategies as st
 
 from onnx_inplace.compiler import program
 from onnx_inplace.compiler.contract import Access
@@ -93,20 +92,6 @@ def seeded_floats(seed: int) -> Example:
     return _example(FloatAuthor(choices), choices)
 
 
-@st.composite
-def float_programs(draw: Callable) -> Example:
-    """Programs on float32 with products for hypothesis."""
-    choices = Drawn(draw)
-    return _example(FloatAuthor(choices), choices)
-
-
-@st.composite
-def programs(draw: Callable) -> Example:
-    """Programs for hypothesis."""
-    return example(Drawn(draw))
-
-
-@st.composite
-def scripts(draw: Callable) -> scripting.Script:
-    """Texts for hypothesis."""
-    return scripting.script(Drawn(draw))
+def seeded_script(seed: int) -> scripting.Script:
+    """The text of a seed."""
+    return scripting.script(Seeded(seed))

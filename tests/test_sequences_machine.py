@@ -214,7 +214,5 @@ TestSequences = Sequences.TestCase
 TestSequences.settings = settings(  # more than 10,000 steps in all: some examples end early
     max_examples=125,
     stateful_step_count=100,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
-    derandomize=True,
 )

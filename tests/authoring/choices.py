@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Protocol
-
-from hypothesis import strategies as st
 
 
 class Choices(Protocol):
@@ -24,13 +21,3 @@ class Seeded:
 
     def below(self, count: int) -> int:
         return self._random.randrange(count)
-
-
-class Drawn:
-    """Choices that hypothesis makes, and shrinks."""
-
-    def __init__(self, draw: Callable[[st.SearchStrategy[int]], int]) -> None:
-        self._draw = draw
-
-    def below(self, count: int) -> int:
-        return self._draw(st.integers(0, count - 1))
