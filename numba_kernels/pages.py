@@ -18,7 +18,7 @@ from numba import carray, njit
 from onnx_inplace.numba_kernels import pages_encode
 from onnx_inplace.numba_kernels.floats import FLOAT32, floats, int32_at, int64_at, uint8_at
 from onnx_inplace.numba_kernels.memory import copy, on_demand
-from onnx_inplace.numba_kernels.pages_lanes import clean, rotate, rotate_row, within
+from onnx_inplace.numba_kernels.pages_lanes import clean, rotate, rotate_rows, within
 from onnx_inplace.numba_kernels.pages_layout import (
     INTEGER,
     ITEM,
@@ -81,30 +81,23 @@ def _prepare(half, region, rows, count, size):
             for i in range(size):
                 x[i] -= half_at(region + half.offsets + 2 * i)
     if half.rotation:
-        rotate_row(rows, rows, count * size, half.rotation, LARGEST, 0)
-    else:
-        clean(rows, count * size // 16, LARGEST)
+        rotate(rows, count * size, half.rotation)
+    clean(rows, count * size // 16, LARGEST)
     return clipped
 
 
 @njit
-def _prepare_from(half, source, step, kind, rows, count, size, space):
-    """Rows that are rotated, and have no offsets, straight from new values ``step`` bytes apart.
-
-    ``space``: a row of float32. How many numbers were clipped.
-    """
-    clipped, ahead = 0, _AHEAD * step
+def _take(half, region, source, step, kind, rows, count, size):
+    """Rows of new values ``step`` bytes apart, prepared; how many numbers were clipped."""
+    if half.offsets == 0 and half.rotation and kind == FLOAT32:
+        ahead = _AHEAD * step
+        largest = rotate_rows(source, step, rows, count, size, half.rotation, ahead)
+        # of numbers so small no sum of 256 is clipped
+        if within(largest, LARGEST / np.float32(256)):
+            return 0
     for j in range(count):
-        row, to = source + j * step, rows + j * size * 4
-        if kind != FLOAT32:
-            widen_row(space, size, row, kind)
-            row = space
-        largest = rotate_row(row, to, size, half.rotation, LARGEST, ahead)
-        if not within(largest, LARGEST):  # seldom: once more, with clean numbers
-            widen_row(space, size, row, FLOAT32)
-            clipped += clean(space, size // 16, LARGEST)
-            rotate_row(space, to, size, half.rotation, LARGEST, 0)
-    return clipped
+        widen_row(rows + j * size * 4, size, source + j * step, kind)
+    return _prepare(half, region, rows, count, size)
 
 
 @njit
@@ -188,13 +181,10 @@ def _write_page(description, address, source, x, first, count, fill, space):
                 zeros = max(0, min(first, end) - begin)
                 _clear(rows, zeros * size * 4)
                 token, to = taken + (begin + zeros - first) * x.token_step, rows + zeros * size * 4
-                new, now = end - begin - zeros, end - begin
-                if half.rotation and half.offsets == 0:
-                    clipped += _prepare_from(half, token, x.token_step, x.kind, to, new, size, rest)
-                else:
-                    for j in range(new):
-                        widen_row(to + j * size * 4, size, token + j * x.token_step, x.kind)
-                    clipped += _prepare(half, region, rows, now, size)
+                now = end - begin
+                if half.offsets:
+                    _prepare(half, region, rows, zeros, size)
+                clipped += _take(half, region, token, x.token_step, x.kind, to, now - zeros, size)
                 pages_encode.encode(
                     which, half, region, page.page_size, size, rows, begin, now, fill, rest
                 )

@@ -32,7 +32,8 @@ from onnx_inplace.numba_kernels.pages_layout import (
 from onnx_inplace.numba_kernels.prefill_parts import BLOCK
 from onnx_inplace.numba_kernels.specialise import specialise
 
-_ROWS = 128  # query rows that share the conversion of every tile
+_ROWS = 256  # query rows that share the conversion of every tile
+_MANY = 16  # items of so many rows are enough for all threads; else they have half as many
 
 _Int64s = npt.NDArray[np.int64]
 
@@ -65,6 +66,8 @@ class Kernels:
         if x.tokens > 1:
             whole = (rows * x.tokens + BLOCK - 1) // BLOCK * BLOCK
             rows, kernels, prepared = min(self.rows, whole), self.many, 0
+            if x.batch * x.kv_heads * -(-x.group * x.tokens // rows) < _MANY:
+                rows = min(self.rows // 2, whole)
         scratch = max(self.scratch, pages_portable.scratch_size(x.head_size))
         x = x._replace(rows=rows, scratch=scratch, prepared=prepared)
         return x._replace(worker_bytes=pages_attention.worker_bytes(x)), kernels

@@ -55,52 +55,51 @@ def _butterflies(e: Emitter, x: list[Value]) -> list[Value]:
 
 
 @intrinsic
-def rotate_row(typing_context, source, to, count, block, limit, ahead):
-    """Multiply blocks of ``count`` float32 by the orthonormal Hadamard matrix, its own inverse.
+def rotate_rows(typing_context, source, step, to, rows, size, block, ahead):
+    """Multiply blocks of rows by the orthonormal Hadamard matrix, its own inverse.
 
-    What leaves ``-limit .. limit`` is clipped. ``source`` may be ``to``. What lies ``ahead`` bytes
-    behind the source is asked for. The largest magnitude in the source, NaN above all: the bits of
-    a float32.
+    The largest magnitude in the source, NaN above all, as the bits of a float32.
+
+    Shapes:
+        source: (rows, size) float32, rows ``step`` bytes apart; may be ``to``
+        to:     (rows, size) float32
+        block:  a power of two, 16 to 256, that divides ``size``
+        ahead:  bytes from what is read to what is asked for
     """
 
     def generate(context, builder, signature, arguments):
         e = Emitter(builder)
-        source, to, count, block, limit, ahead = arguments
+        source, step, to, rows, size, block, ahead = arguments
         none = ir.Constant(_INTS, [0] * LANES)
         seen = cgutils.alloca_once_value(builder, none)
         builder.store(none, seen)
-        most = e.splat(limit, VECTOR)
-        least = builder.fneg(most)
 
         def emit(known: int) -> None:
             factor = e.constant(float(np.float32(1 / np.sqrt(np.float64(known)))))
-            with e.loop(builder.sdiv(count, block)) as i:
-                offsets = [e.add(e.times(i, 4 * known), 4 * k) for k in range(0, known, LANES)]
+            with e.loop(rows) as row, e.loop(builder.sdiv(size, block)) as i:
+                begin = e.add(e.add(source, e.times(row, step)), e.times(i, 4 * known))
+                target = e.add(to, e.times(e.add(e.times(row, size), e.times(i, known)), 4))
+                offsets = [4 * k for k in range(0, known, LANES)]
                 for offset in offsets:
-                    e.prefetch(e.add(e.add(source, ahead), offset), near=True)
-                x = [e.load(e.add(source, offset)) for offset in offsets]
+                    e.prefetch(e.add(e.add(begin, ahead), offset), near=True)
+                x = [e.load(e.add(begin, offset)) for offset in offsets]
                 largest = builder.load(seen)
                 for vector in x:
                     bits = builder.and_(builder.bitcast(vector, _INTS), e.lanes([0x7FFFFFFF] * 16))
-                    more = builder.icmp_signed(">", bits, largest)
-                    largest = builder.select(more, bits, largest)
+                    largest = _larger(e, bits, largest)
                 builder.store(largest, seen)
                 for vector, offset in zip(_butterflies(e, x), offsets, strict=True):
-                    number = builder.fmul(vector, factor)
-                    low = builder.fcmp_ordered("<", number, least)
-                    number = builder.select(low, least, number)
-                    high = builder.fcmp_ordered(">", number, most)
-                    e.store(builder.select(high, most, number), e.add(to, offset))
+                    e.store(builder.fmul(vector, factor), e.add(target, offset))
 
         by_known(e, block, _BLOCKS, emit)
-
-        def larger(a: Value, b: Value) -> Value:
-            return builder.select(builder.icmp_signed(">", a, b), a, b)
-
-        total = e.across(larger, builder.load(seen), LANES)
+        total = e.across(lambda a, b: _larger(e, a, b), builder.load(seen), LANES)
         return builder.zext(builder.extract_element(total, ir.Constant(_INT, 0)), ir.IntType(64))
 
-    return types.int64(_I, _I, _I, _I, types.float32, _I), generate
+    return types.int64(_I, _I, _I, _I, _I, _I, _I), generate
+
+
+def _larger(e: Emitter, a: Value, b: Value) -> Value:
+    return e.builder.select(e.builder.icmp_signed(">", a, b), a, b)
 
 
 @njit
@@ -109,12 +108,12 @@ def rotate(rows, count, block):
 
     ``block``: a power of two, 16 to 256.
     """
-    rotate_row(rows, rows, count, block, np.float32(np.inf), 0)
+    rotate_rows(rows, 0, rows, 1, count, block, 0)
 
 
 @njit
 def within(largest, limit):
-    """Whether the magnitude that :func:`rotate_row` gave is a number, and at most ``limit``."""
+    """Whether the magnitude that :func:`rotate_rows` gave is a number, and at most ``limit``."""
     return largest <= bits_of_float(limit)
 
 

@@ -39,8 +39,9 @@ KINDS: dict[np.dtype[Any], int] = {
 }
 """Element types that kernels read and write."""
 
-PARALLEL = 1 << 20
-"""Products of elements from which a second thread pays: 1,800 tokens of 9 heads of 64."""
+PARALLEL = 1 << 22
+"""Products of elements from which a second thread pays, that sleeps before: 7,300 tokens of 9 heads
+of 64, 1,000 of 32 heads of 128 (``benchmarks/crossover.py``)."""
 
 SHORTEST_SPLIT = 256  # tokens
 

@@ -1,0 +1,87 @@
+"""From which length of context on a second thread pays: one new token on one thread and on two.
+
+    python benchmarks/crossover.py
+    python benchmarks/crossover.py --shapes 8x128x4 --cache float16 INT8
+
+Every call is forced to its number of threads: neither length nor clock decides. Caches are cold,
+and the second thread sleeps before each call, as it does beside the other steps of a decoder. Work
+is counted as the runner counts it, query heads * head size * tokens; ``attend.PARALLEL`` is the
+constant that it compares with.
+"""
+
+from __future__ import annotations
+
+import sys
+from unittest import mock
+
+import memory_speed
+import ours
+import record
+import timing
+from problem import random_problem
+from record import Row
+
+from onnx_inplace.runner import attend, operators_paged_attention, threads
+
+WORK = [1 << bits for bits in range(19, 25)]
+CACHES = "float32", "float16", "INT8"
+SHAPES = "8x128x4", "3x64x3"
+
+
+def variants(shape: str, kind: str) -> dict[tuple[int, int], ours.Step]:
+    """By tokens and threads."""
+    kv_heads, size, group = map(int, shape.split("x"))
+    found = {}
+    for work in WORK:
+        tokens = max(2, work // (kv_heads * group * size))
+        problem = random_problem(kv_heads, group, size, tokens)
+        for count in (1, 2):
+            if kind in ours.DTYPES:
+                step = ours.dense(problem, kind, count)
+            else:
+                step = ours.paged(problem, [kind], count)
+            step.run()  # prepares its call
+            found[tokens, count] = step
+    return found
+
+
+def crossing(times: dict[tuple[int, int], float]) -> str:
+    """From which length on two threads are faster at all lengths that were measured."""
+    first = None
+    for tokens in sorted({tokens for tokens, _ in times}, reverse=True):
+        if times[tokens, 2] >= times[tokens, 1]:
+            break
+        first = tokens
+    return f"from {first:,} tokens on" if first is not None else "at none of these lengths"
+
+
+def main(arguments: list[str] | None = None) -> bool:
+    """Measure and print."""
+    parser = record.parser(__doc__)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="kv heads x size x group")
+    parser.add_argument("--cache", nargs="+", default=list(CACHES))
+    given = parser.parse_args(arguments)
+    cold, _ = memory_speed.reading(memory_speed.COLD, 1)
+    rows: list[Row] = []
+    with (
+        mock.patch.object(attend, "PARALLEL", 0),
+        mock.patch.object(operators_paged_attention, "PARALLEL", 0),
+        mock.patch.object(threads.Policy, "parallel", lambda policy: True),
+    ):
+        for shape in given.shapes:
+            for kind in given.cache:
+                steps = variants(shape, kind)
+                calls = {f"{n:>6,} tokens, threads: {t}": s.run for (n, t), s in steps.items()}
+                found = timing.interleaved(calls, given.rounds, before=cold)
+                timing.report(f"{kind}, {shape} (kv heads, head size, queries a head)", found)
+                times = dict(zip(steps, found.values(), strict=True))
+                print(f"  two threads pay {crossing(times)}; work: {WORK[0]:,} to {WORK[-1]:,}")
+                rows += [
+                    {"shape": shape, "cache": kind, "tokens": n, "threads": t, "us": time}
+                    for (n, t), time in times.items()
+                ]
+    return record.Record("crossover", record.options(given), rows).conclude(given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(0 if main() else 1)
