@@ -78,7 +78,7 @@ class Codes(Dots):
         self.store_any(correction, self.add(line, LINE))
         self.store(self.across(b.fadd, base, LANES), self.add(line, 2 * LINE))
 
-    def ask(self, address: Value, lines: int) -> None:
-        """Ask for so many lines of memory from an address on."""
-        for line in range(lines):
+    def ask(self, address: Value, lines: int, part: int = 0, parts: int = 1) -> None:
+        """Ask for one of so many equal parts of ``lines`` lines of memory from an address on."""
+        for line in range(part * lines // parts, (part + 1) * lines // parts):
             self.prefetch(self.add(address, line * LINE))

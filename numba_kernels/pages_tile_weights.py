@@ -75,7 +75,7 @@ def make_weights(
             largest = {g: variable(e.constant(1e-30)) for g in heads}
             middles = {(g, k): variable(zero) for g in heads for k in range(blocks)}
             with e.loop(tiles) as i:
-                e.ask(e.add(soon, e.times(i, asks * LINE)), asks)
+                asked = e.add(soon, e.times(i, asks * LINE))
                 valid = inside(i)
                 at = [e.add(scales, e.add(e.times(step, k), e.times(i, 2 * LANES)))
                       for k in range(blocks)]  # fmt: skip
@@ -88,6 +88,7 @@ def make_weights(
                 for x in d:
                     widest = e.maximum(e.absolute(x), widest)
                 for g in heads:
+                    e.ask(asked, asks, g, group)
                     weight = e.weight(builder.fsub(e.load(place(i, g)), highest[g]))
                     weight = builder.select(valid, weight, zero)
                     e.store(weight, place(i, g))
@@ -108,12 +109,13 @@ def make_weights(
                 e.store_one(highest[g], e.add(states, 8 * g))
                 e.store_one(e.fma(old, shrink, new), e.add(states, 8 * g + 4))
             with e.loop(tiles) as i:
-                e.ask(e.add(later, e.times(i, asks * LINE)), asks)
+                asked = e.add(later, e.times(i, asks * LINE))
                 valid = inside(i)
                 for k in range(blocks):
                     at = e.add(scales, e.add(e.times(step, k), e.times(i, 2 * LANES)))
                     d_k = builder.select(valid, e.load(at, FLOAT16), zero)
                     for g in heads:
+                        e.ask(asked, asks, k * group + g, blocks * group)
                         x = builder.fmul(e.load(place(i, g)), factor[g])
                         whole = e.rounded(builder.fmul(x, d_k))
                         update(sums[g, k], lambda t, w=whole: builder.add(t, w))
