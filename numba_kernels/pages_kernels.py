@@ -9,7 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_inplace.numba_kernels import (
+    cpu,
     pages_attention,
+    pages_bytes,
     pages_portable,
     pages_prefill,
     pages_rows,
@@ -17,10 +19,13 @@ from onnx_inplace.numba_kernels import (
     vector,
 )
 from onnx_inplace.numba_kernels.pages_attention import PagesLayout
+from onnx_inplace.numba_kernels.pages_bytes_parts import WIDE
 from onnx_inplace.numba_kernels.pages_layout import (
     BFLOAT16,
     BY_CHANNEL,
     BY_TOKEN,
+    E4M3,
+    E5M2,
     FLOAT16,
     FLOAT32,
     HALF,
@@ -116,6 +121,8 @@ def _fast(description: list[int], group: int) -> types.ModuleType | None:
     value = Half(*description[HEADER + HALF :])
     if not vector.available() or group > vector.LANES:
         return None
+    if page.kind in (E4M3, E5M2) and page.head_size % WIDE == 0 and cpu.has("avx512fp16"):
+        return specialise(pages_bytes, page.kind, page.head_size, group)
     if page.kind != INTEGER:
         return specialise(pages_rows, page.kind, page.head_size, group)
     affine = key.midpoint > 0

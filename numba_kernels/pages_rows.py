@@ -3,12 +3,10 @@
 ``specialise`` makes copies of this file with other values in the line that says so.
 """
 
-import math
-
 import numpy as np
 from numba import njit
 
-from onnx_inplace.numba_kernels import layout
+from onnx_inplace.numba_kernels import pages_state
 from onnx_inplace.numba_kernels.decode_parts import (
     STREAMS,
     TILE,
@@ -44,15 +42,6 @@ def _scale(at, count, factor):
         x[i] *= factor
 
 
-@njit
-def _cap(at, count, softcap):
-    """Softcap of scores in base 2; those of no token stay what they are."""
-    s = floats(at, count)
-    for i in range(count):
-        if s[i] > layout.LOWEST:
-            s[i] = softcap * np.float32(math.tanh(s[i] / softcap))
-
-
 @kernel(KERNEL)
 def attend(task):
     """See ``pages_task``. All rows see the same tokens; their number is GROUP."""
@@ -61,17 +50,11 @@ def attend(task):
     state = weights + WEIGHTS * 4
     queries = x.queries
     if UNIT != 1:
-        queries = state + 48 * 4
+        queries = state + pages_state.SIZE
         source, target = floats(x.queries, GROUP * SIZE), floats(queries, GROUP * SIZE)
         for i in range(GROUP * SIZE):
             target[i] = source[i] * UNIT
-    s, rows = floats(state, 48), floats(x.states, 2 * GROUP)
-    for i in range(16):
-        s[i], s[16 + i] = layout.LOWEST, 0
-    for g in range(GROUP):
-        for j in range(TOKENS):
-            s[g * TOKENS + j] = rows[2 * g]
-        s[16 + g * TOKENS] = rows[2 * g + 1]
+    pages_state.spread(state, x.states, GROUP, TOKENS)
     softcap = float_of_bits(x.softcap) * LOG2_E
     for t in range(x.first, x.last, TILE):
         count = min(TILE, x.last - t)
@@ -80,13 +63,9 @@ def attend(task):
             ahead, ahead_value = x.next - x.key - t * ROW, x.next_value - x.value - t * ROW
         scores(x.key + t * ROW, STREAMS * ROW, ROW, count, queries, weights, ahead)
         if softcap > 0:
-            _cap(weights, (count + TOKENS - 1) // TOKENS * 16, softcap)
+            pages_state.cap(weights, (count + TOKENS - 1) // TOKENS * 16, softcap)
         soften(weights, count, state)
         if UNIT != 1:
             _scale(weights, (count + TOKENS - 1) // TOKENS * 16, UNIT)
         gather(x.value + t * ROW, STREAMS * ROW, ROW, count, weights, state, x.sums, ahead_value)
-    for g in range(GROUP):
-        total = np.float32(0)
-        for j in range(TOKENS):
-            total += s[16 + g * TOKENS + j]
-        rows[2 * g], rows[2 * g + 1] = s[g * TOKENS], total
+    pages_state.collect(state, x.states, GROUP, TOKENS)

@@ -75,7 +75,7 @@ class Emitter:
         """16 elements of a kind of ``pages_layout``, as float32; those of E4M3 divided by 256."""
         b = self.builder
         if kind in (E4M3, E5M2):
-            return b.fpext(self._halves_of_bytes(address, kind, LANES), VECTOR)
+            return b.fpext(self.halves_of_bytes(address, kind, LANES), VECTOR)
         element = {FLOAT32: _FLOAT, FLOAT16: ir.HalfType(), BFLOAT16: _INT16}[kind]
         value = b.load(self._memory(address, ir.VectorType(element, LANES)))
         value.align = 1
@@ -92,7 +92,7 @@ class Emitter:
         while len(vectors) < count:
             place = self.add(address, len(vectors) * LANES * SIZES[kind])
             if kind in (E4M3, E5M2) and count - len(vectors) >= 2:
-                both = self._halves_of_bytes(place, kind, 2 * LANES)
+                both = self.halves_of_bytes(place, kind, 2 * LANES)
                 for first in (0, LANES):
                     lanes = ir.Constant(_INTS, list(range(first, first + LANES)))
                     part = self.builder.shuffle_vector(both, both, lanes)
@@ -101,7 +101,7 @@ class Emitter:
                 vectors.append(self.load(place, kind))
         return vectors
 
-    def _halves_of_bytes(self, address: Value, kind: int, count: int) -> Value:
+    def halves_of_bytes(self, address: Value, kind: int, count: int) -> Value:
         """8-bit floats as float16; those of E4M3 divided by 256.
 
         Moved to the exponent and fraction of a float16, an E4M3 is 256 times too small.
