@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis.internal.conjecture import providers
 
-# Every run sees the same examples, however slow the machine is; --hypothesis-profile=fresh: others.
+# Every run sees the same examples, however slow the machine is; --fuzz: others.
 hypothesis.settings.register_profile(
     "fresh",
     database=None,
@@ -38,9 +38,6 @@ POISON = 0x5A
 FIRST = 200_000  # seed of every run, but with --fuzz
 SEED = pytest.StashKey[int]()  # of a test: the one that it looks at
 
-hypothesis.settings.register_profile("always the same", derandomize=True, deadline=None)
-hypothesis.settings.register_profile("fuzz", derandomize=False, database=None, deadline=None)
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -49,8 +46,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    seed = config.getoption("--fuzz")
-    hypothesis.settings.load_profile("always the same" if seed is None else "fuzz")
+    if config.getoption("--fuzz") is not None:
+        hypothesis.settings.load_profile("fresh")
     # hypothesis also draws the constants of whatever modules of a project are loaded: the examples
     # of a test would depend on the tests before it, and on where the package is installed
     if hasattr(providers, "_get_local_constants"):
