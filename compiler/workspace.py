@@ -90,7 +90,7 @@ class Heads:
     def _vector(self, threads: Size, splits: Size) -> Size:
         """For one token where the group is small, else for many."""
         group = self.heads // self.kv_heads
-        prefill = 4 * (256 * (2 * self.size + 2) + 64 * (2 * self.size + 8) + 40)
+        prefill = 4 * (128 * (2 * self.size + 2) + 64 * (2 * self.size + 8) + 40)
         many = _plus(64, _times(threads, prefill))
         if group > _LANES:
             return many

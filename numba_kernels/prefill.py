@@ -27,8 +27,7 @@ KIND, SIZE = 0, 64  # specialised
 
 LOG2_E = 1.4426950408889634
 HEADER = 64  # bytes: a counter of items
-ROWS = 256  # query rows of an item: they share the conversion of every tile
-MANY = 16  # items of so many rows are enough for all threads; else they have half as many
+ROWS = 128  # query rows of an item: they share the conversion of every tile
 # bytes: queries, sums, largest scores and sums of weights; then tile and scores of a block
 SCRATCH = (ROWS * (2 * SIZE + 2) + TILE * (2 * SIZE + BLOCK) + BLOCK * 5) * 4
 
@@ -132,15 +131,13 @@ def attend(layout_at, query, key, value, output, lengths, mask, sinks, space, wo
     at = layout.Places(query, key, value, output, lengths, mask, sinks)
     scratch = space + HEADER + worker * SCRATCH
     count = x.group * x.tokens
-    heads, most = x.batch * x.kv_heads, ROWS
-    if heads * ((count + ROWS - 1) // ROWS) < MANY:
-        most = ROWS // 2
-    parts = (count + most - 1) // most
+    parts = (count + ROWS - 1) // ROWS
+    heads = x.batch * x.kv_heads
     while True:
         item = fetch_add(space, 1)
         if item >= heads * parts:
             break
-        row = (parts - 1 - item // heads) * most
+        row = (parts - 1 - item // heads) * ROWS
         b, h = item % heads // x.kv_heads, item % heads % x.kv_heads
         length, start = layout.extent(x, lengths, b)
-        _item(x, at, b, h, row, min(most, count - row), length, start, scratch)
+        _item(x, at, b, h, row, min(ROWS, count - row), length, start, scratch)
