@@ -116,7 +116,7 @@ class Kernels:
         self.threads, self.shape = settings.threads, shape
         self.serial = invoke.invoke.ready()
         self.serial_arrays = invoke.invoke_arrays.ready()
-        threads.ready(settings.threads)
+        self.parallel = invoke.invoke_parallel.ready() if settings.threads > 1 else None
         self.portable: int = attention.attend.ready().address
         self.decode: types.ModuleType | None = None
         self.prefill: types.ModuleType | None = None
@@ -163,7 +163,9 @@ class Call:
         self._kernels, self._serial = kernels, kernels.serial
         self._serial_arrays = kernels.serial_arrays
         self._products = p.batch * p.heads * p.tokens * p.head_size
-        self._long = PARALLEL // max(self._products, 1) if kernels.threads > 1 else p.capacity
+        self._long = (
+            PARALLEL // max(self._products, 1) if kernels.parallel is not None else p.capacity
+        )
         fits = kernels.shape.fits(p)
         self._decode = kernels.decode if fits and p.tokens == 1 else None
         self._prefill = kernels.prefill if fits else None
@@ -252,14 +254,16 @@ class Call:
         return max(1, min(longest // SHORTEST_SPLIT, -(-4 * self._kernels.threads // rows)))
 
     def _run(self, places: tuple[int, ...], splits: int, workers: int) -> None:
-        alone = workers == 1 and splits == 1
+        kernels, alone = self._kernels, workers == 1 and splits == 1
         words = self._workspace if alone else self._words(workers, splits)
         workspace = np.empty(words, np.int64)
         workspace[0], workspace[1] = 0, splits  # items that are done, splits
         if workers == 1:
             self._serial(self._kernel, *places, address(workspace), 1)
             return
-        threads.run(self._kernel, (*places, address(workspace)), workers)
+        assert kernels.parallel is not None
+        with threads.region(workers):
+            kernels.parallel(self._kernel, *places, address(workspace), workers)
         if self._decode is not None:
             merge = self._decode.merge.ready().address
             self._serial(merge, *places, address(workspace), workers)

@@ -37,9 +37,7 @@ from onnx_inplace.runner.actions import Action, Array, Fuse, Settings, Slots
 from onnx_inplace.runner.frames import Frame
 from onnx_inplace.runner.fused.choice import Alternative, OnStorage
 from onnx_inplace.runner.fused.region import Region
-from onnx_inplace.runner.native import pool
 
-_MANY = 8  # sub-sessions: to wake shared threads and let them sleep takes 25 us a run
 _FRAMES = 16  # a server sees many lengths of prompts: the least recently used are given up
 
 
@@ -71,13 +69,12 @@ class Engine:
         self._kernels: dict[int, Action] = {}
         self._sub_sessions: dict[int, standard.SubSessionRunner] = {}
         self._library = library.Library(settings.threads)  # holds the weights: onnxruntime does not
-        self._threads = _whose_threads(plan, settings)
         # kernels first: they refuse at once, weights and sub-sessions take their time
         if settings.fuse is not Fuse.DECODE_ONLY:
-            self._enter(plan.block, self._threads)
+            self._enter(plan.block)
         self.fused = Alternative(plan.fused, settings, model)
         if self.fused.block is not None:
-            self._enter(self.fused.block, library.Threads.OWN)
+            self._enter(self.fused.block)
         elif settings.fuse is Fuse.DECODE_ONLY:
             raise _nothing_fused(plan, self.fused)
         self._load()
@@ -94,11 +91,7 @@ class Engine:
 
     def build(self, frame: Frame, observe: Observe) -> Action:
         """The closures of a frame, prepared as far as its shapes are known."""
-        action = _Builder(self._kernels, self._sub_sessions, frame, observe).block(frame.block)
-        if self._threads is library.Threads.OWN:
-            return action
-        shared = pool.get(self._settings.threads)
-        return action if shared is None else shared.awake(action)
+        return _Builder(self._kernels, self._sub_sessions, frame, observe).block(frame.block)
 
     def choose(
         self, dims: Mapping[str, int], fused: OnStorage
@@ -115,7 +108,7 @@ class Engine:
             raise _not_loaded(self.fused, dims)
         return self.plan.block, {}
 
-    def _enter(self, block: Block, threads: library.Threads) -> None:
+    def _enter(self, block: Block) -> None:
         for step in _all_steps(block):
             match step:
                 case Kernel():
@@ -123,7 +116,7 @@ class Engine:
                 case SubSession():
                     self._library.expect(step)
                     self._sub_sessions[id(step)] = standard.SubSessionRunner(
-                        step, self.plan, self._library, threads
+                        step, self.plan, self._library
                     )
 
     def _load(self) -> None:
@@ -139,17 +132,6 @@ class Engine:
         for key, runner in self._sub_sessions.items():
             if key in usual:
                 runner.load()
-
-
-def _whose_threads(plan: ExecutionPlan, settings: Settings) -> library.Threads:
-    """Whose threads the sub-sessions of ordinary steps work with.
-
-    Sharing pays where many follow one another. Fused steps, where they are an alternative, have
-    threads of their own.
-    """
-    fused = plan.fused.block is not None and settings.fuse is not Fuse.OFF
-    count = sum(isinstance(step, SubSession) for step in _all_steps(plan.block))
-    return library.Threads.OWN if fused or count < _MANY else library.Threads.SHARED
 
 
 def _nothing_fused(plan: ExecutionPlan, fused: Alternative) -> errors.BindingError:

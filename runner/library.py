@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import os
 from collections.abc import Iterator
@@ -16,8 +15,6 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort
 
 from onnx_inplace.compiler import errors
 from onnx_inplace.compiler.steps import SubSession, Weight
-from onnx_inplace.runner.loaded import Loaded, Packaged
-from onnx_inplace.runner.native import pool, session
 
 _SILENT = 4  # log severity: fatal
 # [us] A worker waits awake for the next product of the same sub-session, not longer: kernels of
@@ -46,23 +43,17 @@ def _share_arena() -> None:
     memory = ort.OrtMemoryInfo(
         "Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT
     )
-    ort.create_and_register_allocator(memory, ort.OrtArenaCfg(pool.REGION))
-
-
-class Threads(enum.Enum):
-    """Whose threads a sub-session works with."""
-
-    SHARED = "shared"
-    """Those of the pool of the process, where there is one: awake until a run ends."""
-    OWN = "own"
-    """Its own: they sleep when it is not running, and nobody else can use them."""
+    # addresses are free, memory is taken where it is touched: at the lowest place that fits
+    region = {"initial_chunk_size_bytes": 1 << 28, "max_dead_bytes_per_chunk": 256}
+    ort.create_and_register_allocator(memory, ort.OrtArenaCfg(region))
 
 
 class Library:
     """Loads the sub-sessions of one session.
 
-    They share the threads of a pool that only this package uses: the pool of onnxruntime's Python
-    package would do as well, but once it is made, it refuses every session of the caller that does
+    Each sub-session has threads of its own, which sleep when it is not running: sub-sessions of one
+    session run one after the other, so at most ``threads`` are awake. The pool of the process would
+    be one for all, but once it is made, onnxruntime refuses every session of the caller that does
     not ask for it ("use_per_session_threads must be false").
     """
 
@@ -76,7 +67,7 @@ class Library:
         for path in _files(step):
             self._files.setdefault(path, _state(path))
 
-    def load(self, step: SubSession, threads: Threads) -> Loaded:
+    def load(self, step: SubSession) -> onnxruntime.InferenceSession:
         """A session that is ready to run.
 
         Raises:
@@ -92,74 +83,39 @@ class Library:
                 )
         try:
             try:
-                return self._load(step, threads, copied=False)
+                return self._load(step, copied=False)
             except ort.Fail:
                 # an optimizer asked for the content of a weight that is in memory only
-                return self._load(step, threads, copied=True)
+                return self._load(step, copied=True)
         except (ort.Fail, ort.NotImplemented, ort.InvalidGraph) as error:
             raise _unsupported(step, str(error)) from None
 
-    def _load(self, step: SubSession, threads: Threads, *, copied: bool) -> Loaded:
+    def _load(self, step: SubSession, *, copied: bool) -> onnxruntime.InferenceSession:
         proto = onnx.ModelProto.FromString(step.model)
+        options = _options(1 if _counts_only(proto.graph) else self._threads)
         folders = {
             os.fspath(w.tensor.base_dir) if isinstance(w.tensor, ir.ExternalTensor) else None
             for w in step.weights
         }
         mapped = len(folders) == 1 and None not in folders
         folder = folders.pop() if mapped else os.fspath(Path(__file__).parent)
-        entries = {"session.model_external_initializers_file_folder_path": str(folder)}
+        options.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", folder
+        )
         # what stands in one file and is used once, onnxruntime maps itself
         given = [w for w in step.weights if w.shared or not mapped]
         if not mapped:
             _refer_nowhere(proto, {w.name for w in given})
-        if not copied and not step.packs:
-            entries["session.disable_prepacking"] = "1"
-        workers = 1 if _counts_only(proto.graph) else self._threads
-        shared = pool.get(workers) if threads is Threads.SHARED else None
-        if shared is not None:
-            return self._on_pool(shared, proto, entries, given, copied)
-        return self._packaged(workers, proto, entries, given, copied)
-
-    def _on_pool(
-        self,
-        shared: pool.Pool,
-        proto: onnx.ModelProto,
-        entries: dict[str, str],
-        given: list[Weight],
-        copied: bool,
-    ) -> Loaded:
-        options = shared.options()
-        for key, value in entries.items():
-            options.set(key, value)
-        values = {w.name: self._value(w) for w in given}
-        given_at = {
-            name: session.Weight(v.element_type(), tuple(v.shape()), v.data_ptr())
-            for name, v in values.items()
-        }
-        (options.copy if copied else options.share)(given_at)
-        return shared.session(options, proto.SerializeToString())
-
-    def _packaged(
-        self,
-        workers: int,
-        proto: onnx.ModelProto,
-        entries: dict[str, str],
-        given: list[Weight],
-        copied: bool,
-    ) -> Loaded:
-        options = _options(workers)
-        for key, text in entries.items():
-            options.add_session_config_entry(key, text)
         values = [self._value(w) for w in given]
         if copied:
             options.add_external_initializers([w.name for w in given], values)
         else:
             for weight, value in zip(given, values, strict=True):
                 options.add_initializer(weight.name, value)
-        return Packaged(
-            onnxruntime.InferenceSession(
-                proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
-            )
+            if not step.packs:
+                options.add_session_config_entry("session.disable_prepacking", "1")
+        return onnxruntime.InferenceSession(
+            proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
 
     def _value(self, weight: Weight) -> onnxruntime.OrtValue:

@@ -63,7 +63,9 @@ def paged_attention(step: steps.Kernel, settings: Settings) -> Action:
     query_value, cache_value = step.values.get(query_slot), step.values.get(cache_slot)
     pages = None if cache_value is None else cache_value.pages
     fast = compile_known(query_value, pages, portable=settings.portable)
-    threads.ready(settings.threads)
+    invoke.invoke.ready()
+    if settings.threads > 1:
+        invoke.invoke_parallel.ready()
 
     def act(slots: Slots) -> None:
         query, store = slots[query_slot], slots[cache_slot].store
@@ -213,7 +215,8 @@ class _Call:
         if workers == 1:
             invoke.invoke.ready()(self._kernels.attend, *arguments)
             return
-        threads.run(self._kernels.attend, arguments[:-1], workers)
+        with threads.region(workers):
+            invoke.invoke_parallel.ready()(self._kernels.attend, *arguments)
         if splits > 1:
             invoke.invoke.ready()(self._kernels.merge, *arguments)
 

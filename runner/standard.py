@@ -1,17 +1,21 @@
 """Sub-sessions: runs of ordinary nodes, executed by onnxruntime.
 
-A call costs little only when everything is prepared: one binding per frame, addresses bound once.
-Values that cannot be bound by address (strings, sequences) take the ordinary way through
-``session.run``.
+A call costs little only when everything is prepared: one IOBinding per frame, addresses bound
+once, one RunOptions. Values that cannot be bound by address (strings, sequences) take the ordinary
+way through ``session.run``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime
+from onnxruntime.capi import onnxruntime_pybind11_state as ort
 
 from onnx_inplace.compiler import errors
 from onnx_inplace.compiler.steps import Block, ExecutionPlan, Storage, SubSession, Value
@@ -19,7 +23,8 @@ from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner import library
 from onnx_inplace.runner.actions import Action, Array, DType, Slots
 from onnx_inplace.runner.frames import Frame
-from onnx_inplace.runner.loaded import Loaded, Packaged
+
+_CPU = ort.OrtDevice(ort.OrtDevice.cpu(), ort.OrtDevice.default_memory(), 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,13 +45,7 @@ class SubSessionRunner:
         step: what it is in the plan.
     """
 
-    def __init__(
-        self,
-        step: SubSession,
-        plan: ExecutionPlan,
-        loader: library.Library,
-        threads: library.Threads,
-    ):
+    def __init__(self, step: SubSession, plan: ExecutionPlan, loader: library.Library):
         """Look at its border; nothing is loaded.
 
         Raises:
@@ -57,8 +56,7 @@ class SubSessionRunner:
             _refuse_parts_of_a_byte(value)
         self._plain = all(value.dtype not in (None, ir.DataType.STRING) for value in ports)
         self.step, self._loader = step, loader
-        self._threads = threads if self._plain else library.Threads.OWN
-        self._loaded: Loaded | None = None
+        self._owner: onnxruntime.InferenceSession | None = None
         self._lock = threading.Lock()
         self._inputs = (
             [_port(p.name, plan.values[p.slot]) for p in step.inputs] if self._plain else []
@@ -75,13 +73,15 @@ class SubSessionRunner:
             errors.WeightsError: a file of its weights has changed since.
         """
         with self._lock:
-            if self._loaded is None:
-                self._loaded = self._loader.load(self.step, self._threads)
+            if self._owner is None:
+                self._owner = self._loader.load(self.step)
 
-    def _session(self) -> Loaded:
+    @property
+    def _session(self) -> Any:
+        """The layer below the library's session: it costs a third of a call less."""
         self.load()
-        assert self._loaded is not None
-        return self._loaded
+        assert self._owner is not None
+        return self._owner._sess
 
     def action(self, frame: Frame, block: Block) -> Action:
         """The call of one frame: noting shapes, or prepared when they are known."""
@@ -92,9 +92,7 @@ class SubSessionRunner:
         return self._noting(frame)
 
     def _unbound(self) -> Action:
-        session = self._session()
-        assert isinstance(session, Packaged)
-        run = session.session.run
+        run = self._session.run
         inputs = [(p.name, p.slot) for p in self.step.inputs]
         outputs = [p.slot for p in self.step.outputs]
         names = [p.name for p in self.step.outputs]
@@ -112,21 +110,22 @@ class SubSessionRunner:
 
     def _noting(self, frame: Frame) -> Action:
         """Everything is bound anew, the library allocates all results."""
-        session, inputs, outputs = self._session(), self._inputs, self._outputs
-        dtypes = [port.dtype for port in outputs]
+        session, inputs, outputs = self._session, self._inputs, self._outputs
+        options = ort.RunOptions()
 
         def act(slots: Slots) -> None:
-            bound = session.bind()
+            binding = ort.SessionIOBinding(session)
             for port in inputs:
                 array = _checked(port, slots[port.slot])
-                bound.bind_input(port.name, port.code, array.shape, address(array))
+                binding.bind_input(port.name, _CPU, port.code, array.shape, address(array))
             for port in outputs:
-                bound.bind_unknown(port.name)
+                binding.bind_output(port.name, _CPU)
             try:
-                bound.runner()()
+                session.run_with_iobinding(binding, options)
             except Exception as error:
                 raise errors.OperatorError(str(error)) from None
-            for port, array in zip(outputs, bound.made(0, dtypes), strict=True):
+            for port, result in zip(outputs, binding.get_outputs(), strict=True):
+                array = _to_numpy(result, port.dtype)
                 slots[port.slot] = array
                 if port.value.fixed:
                     frame.note(port.slot, array.shape)
@@ -135,46 +134,50 @@ class SubSessionRunner:
 
     def _prepared(self, frame: Frame, block: Block) -> Action:
         """What keeps its address is bound here, the rest at every call."""
-        bound = self._session().bind()
-        bind_input, bind_output = bound.bind_input, bound.bind_output
+        binding = ort.SessionIOBinding(self._session)
+        bind_input, bind_output, get_outputs = (
+            binding.bind_input,
+            binding.bind_output,
+            binding.get_outputs,
+        )
         moving = []
         for port in self._inputs:
             array = frame.template[port.slot]
             if array is None:
                 moving.append((port.slot, port.name, port.code))
             else:
-                bind_input(port.name, port.code, array.shape, address(array))
+                bind_input(port.name, _CPU, port.code, array.shape, address(array))
         fresh, unknown = [], []
         for port in self._outputs:
             if port.value.storage is Storage.BUFFER:
                 array = frame.buffer(block, port.slot)
-                bind_output(port.name, port.code, array.shape, address(array))
+                bind_output(port.name, _CPU, port.code, array.shape, address(array))
             elif port.value.fixed:
                 fresh.append((port.slot, port.name, port.code, frame.shapes[port.slot], port.dtype))
             else:
-                unknown.append(port)
-        # they are made in the order in which they were bound first: buffers, fresh ones, unknown
+                unknown.append((port.slot, port.name, port.dtype))
+        # get_outputs has the order in which they were bound first: buffers, fresh ones, unknown
         # ones
         known = len(self._outputs) - len(unknown)
-        names, made = [p.name for p in unknown], [p.slot for p in unknown]
-        dtypes, run, empty = [p.dtype for p in unknown], bound.runner(), np.empty
+        run, options, empty = self._session.run_with_iobinding, ort.RunOptions(), np.empty
 
         def act(slots: Slots) -> None:
             for slot, name, code in moving:
                 array = slots[slot]
-                bind_input(name, code, array.shape, address(array))
+                bind_input(name, _CPU, code, array.shape, address(array))
             for slot, name, code, shape, dtype in fresh:
                 slots[slot] = array = empty(shape, dtype)
-                bind_output(name, code, shape, address(array))
-            for name in names:
-                bound.bind_unknown(name)  # or the result of the last run would be overwritten
+                bind_output(name, _CPU, code, shape, address(array))
+            for _, name, _ in unknown:
+                bind_output(name, _CPU)  # or the result of the last run would be overwritten
             try:
-                run()
+                run(binding, options)
             except Exception as error:
                 raise errors.OperatorError(str(error)) from None
-            if made:
-                for slot, array in zip(made, bound.made(known, dtypes), strict=True):
-                    slots[slot] = array
+            if not unknown:
+                return
+            for (slot, _, dtype), value in zip(unknown, list(get_outputs())[known:], strict=True):
+                slots[slot] = _to_numpy(value, dtype)
 
         return act
 
@@ -203,3 +206,29 @@ def _checked(port: _Port, array: Array) -> Array:
             f"{port.dtype} in C order is expected"
         )
     return array
+
+
+def _to_numpy(value: Any, dtype: DType) -> Array:
+    """The memory of an OrtValue as an array that keeps it alive."""
+    if dtype.isbuiltin == 1:
+        array: Array = value.numpy()
+        return array
+    shape: Sequence[int] = value.shape()
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if not size:
+        return np.empty(shape, dtype)
+    memory = _Memory(value, size)
+    return np.asarray(memory).view(dtype).reshape(shape)
+
+
+class _Memory:
+    """Bytes of an OrtValue for numpy; types of ml_dtypes have no other way."""
+
+    def __init__(self, value: Any, size: int):
+        self._value = value
+        self.__array_interface__ = {
+            "data": (value.data_ptr(), False),
+            "shape": (size,),
+            "typestr": "|u1",
+            "version": 3,
+        }

@@ -21,8 +21,6 @@ from collections.abc import Iterator
 import numba
 
 from onnx_inplace.compiler import errors
-from onnx_inplace.numba_kernels import invoke, shared
-from onnx_inplace.runner.native import pool
 
 _FIRST_PAUSE = 32  # calls
 _AGAIN = 128  # parallel calls, after which one thread shows again what it takes
@@ -134,30 +132,3 @@ def region(threads: int) -> Iterator[None]:
             _layer_is_safe = numba.threading_layer() in ("omp", "tbb")
     finally:
         numba.set_num_threads(before)
-
-
-def ready(threads: int) -> None:
-    """Compile what ``run`` needs for so many threads."""
-    invoke.invoke.ready()
-    if threads > 1:
-        invoke.invoke_parallel.ready()
-        for part in (shared.part, shared.work, shared.nothing):
-            part.ready()
-
-
-def run(kernel: int, places: tuple[int, ...], workers: int) -> None:
-    """Run a kernel of attention, at this address, on several threads.
-
-    They are those of the pool that sub-sessions work with, where there is one: they are awake.
-
-    Args:
-        kernel: see ``invoke.invoke``.
-        places: its arguments up to the workspace.
-        workers: threads, more than one.
-    """
-    found = pool.made()
-    if found is not None and found.threads >= workers and not _alone():
-        found.run(kernel, places, workers)
-        return
-    with region(workers):
-        invoke.invoke_parallel.ready()(kernel, *places, workers)

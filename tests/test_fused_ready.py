@@ -185,9 +185,9 @@ def loaded(monkeypatch) -> list[int]:
     counts: list[int] = []
     load = library.Library.load
 
-    def count(self, step, threads):
+    def count(self, step):
         counts.append(1)
-        return load(self, step, threads)
+        return load(self, step)
 
     monkeypatch.setattr(library.Library, "load", count)
     return counts

@@ -1,4 +1,4 @@
-"""Threads of onnxruntime: where it has some, and why its package cannot share them."""
+"""Threads of onnxruntime: where it has some, and why every sub-session has its own."""
 
 import subprocess
 import sys
@@ -11,8 +11,7 @@ import pytest
 from onnx_inplace import compiler
 from onnx_inplace.compiler.steps import SubSession
 from onnx_inplace.dsl import FLOAT, INT64, model, op, weight
-from onnx_inplace.runner.library import Library, Threads
-from onnx_inplace.runner.loaded import Packaged
+from onnx_inplace.runner.library import Library
 
 
 @model
@@ -35,9 +34,8 @@ def looked_up(length: INT64[()]) -> INT64["n"]:
 def test_what_only_counts_has_no_pool(program, threads):
     (step,) = compiler.plan(program).block.steps
     assert isinstance(step, SubSession)
-    loaded = Library(2).load(step, Threads.OWN)
-    assert isinstance(loaded, Packaged)
-    assert loaded.session.session_options.intra_op_num_threads == threads
+    options = Library(2).load(step).get_session_options()
+    assert options.intra_op_num_threads == threads
 
 
 REFUSAL = """
@@ -62,7 +60,7 @@ print(load(False), load(True))
 
 @pytest.mark.parametrize(("first", "expected"), [("ours", []), ("caller", ["loaded"])])
 def test_a_pool_of_the_process_shuts_the_caller_out(tmp_path, first, expected):
-    """If this fails, onnxruntime has learned better: ``runner.native`` can go."""
+    """If this fails, onnxruntime has learned better: give all sub-sessions one pool."""
     path = tmp_path / "model.onnx"
     graph = onnx.parser.parse_model(
         '<ir_version: 10, opset_import: ["" : 21]> g (float[2] x) => (float[2] y) { y = Neg (x) }'
@@ -73,7 +71,7 @@ def test_a_pool_of_the_process_shuts_the_caller_out(tmp_path, first, expected):
     assert found == [*expected, "loaded", "True"]
 
 
-def test_the_package_has_no_other_way_to_share_threads():
+def test_onnxruntime_has_no_other_way_to_share_threads():
     """Neither can a session be told whose threads to use, nor a part of a graph be run alone."""
     names = [name for name in dir(onnxruntime) if "thread" in name.lower()]
     assert names == ["set_global_thread_pool_sizes"]

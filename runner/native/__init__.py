@@ -1,1 +1,0 @@
-"""onnxruntime by its C interface: sub-sessions and kernels share the threads of one pool."""
