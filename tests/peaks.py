@@ -15,6 +15,7 @@ import ctypes
 import dataclasses
 import gc
 import json
+import os
 import subprocess
 import sys
 import tracemalloc
@@ -34,6 +35,9 @@ from onnx_inplace.runner import library, storage
 
 RUNS = 4  # the first notes shapes, the second prepares buffers
 _CACHE_LINE = 64
+# Fixed, as glibc's defaults are until the first large array is given back: from then on it keeps
+# tens of MiB to itself, or does not, by chance.
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17), "MALLOC_TRIM_THRESHOLD_": str(1 << 17)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +96,10 @@ def measure(jobs: Mapping[str, Job], folder: Path, ways: Collection[str] = ()) -
     zeros = dict.fromkeys((field.name for field in dataclasses.fields(Peaks)), 0)
     found = {name: dict(zeros) for name in jobs}
     for how in ways or WAYS:
+        counted = how == "allocations"
         done = subprocess.run(
             [sys.executable, __file__, how, "jobs.json"],
-            env=allocations.environment(folder) if how == "allocations" else None,
+            env=allocations.environment(folder) if counted else os.environ | _MALLOC,
             cwd=folder,
             capture_output=True,
             text=True,
