@@ -49,10 +49,10 @@ TOKENS = {("onnx_inplace", "CacheUpdate"), ("", "TensorScatter")}
 
 
 def noted(step: steps.Kernel, action: Action) -> Action:
-    """An action that notes in the journal that it has written."""
+    """An action that notes in the journal that it has written, and whose errors say the line."""
     if not step.roots:
-        return action
-    if (step.domain, step.op_type) in TOKENS and len(step.inputs) > 2:
+        note = None
+    elif (step.domain, step.op_type) in TOKENS and len(step.inputs) > 2:
         note = _tokens(step)
     else:
         note = _anywhere(step)
@@ -60,14 +60,16 @@ def noted(step: steps.Kernel, action: Action) -> Action:
     def act(slots: Slots) -> None:
         try:
             action(slots)
-            slots[JOURNAL].append(note(slots))
+            if note is not None:
+                slots[JOURNAL].append(note(slots))
         except errors.PlacedError as error:
             error.at(step.location)
             raise
         except errors.InplaceError:
             raise  # a kernel checks first: it has refused, and written nothing
         except BaseException:  # an interrupt may come between the write and its note, too
-            slots[JOURNAL].append(note(slots))
+            if note is not None:
+                slots[JOURNAL].append(note(slots))
             raise
 
     return act

@@ -59,15 +59,11 @@ def attention(step: steps.Kernel, settings: Settings) -> Action:
             found = problem(attributes, query, key, value, mask, lengths is not None)
             call = calls.put(shapes, Call(found, kernels))
         target = result(slots, output, reuse, call.shape, query.dtype)
-        try:
-            if mask is None:
-                call.on_arrays(query, key, value, target, lengths, root)
-            else:
-                at = address(query), address(key), address(value), address(target)
-                call(*at, lengths, root, address(mask))
-        except errors.PlacedError as error:
-            error.at(step.location)
-            raise
+        if mask is None:
+            call.on_arrays(query, key, value, target, lengths, root)
+        else:
+            at = address(query), address(key), address(value), address(target)
+            call(*at, lengths, root, address(mask))
 
     return act
 

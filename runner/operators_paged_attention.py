@@ -21,7 +21,6 @@ from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner import threads, workspace
 from onnx_inplace.runner.actions import Action, Array, Settings, Slots, result, reusable
 from onnx_inplace.runner.attend import KINDS, PARALLEL, SHORTEST_SPLIT, Calls, Known, known_dim
-from onnx_inplace.runner.operators_pages import placed
 from onnx_inplace.runner.page_codec import Codec
 from onnx_inplace.runner.page_pieces import check_readable, reading
 from onnx_inplace.runner.page_store import PageStore
@@ -72,13 +71,11 @@ def paged_attention(step: steps.Kernel, settings: Settings) -> Action:
         if not query.flags.c_contiguous:
             query = np.ascontiguousarray(query)
         ids, lengths = slots[table_slot], slots[lengths_slot]
+        wanted = reading(store, ids, lengths, query.shape[2], options.left)
         if store.judged:
-            wanted = reading(store, ids, lengths, query.shape[2], options.left)
             places = store.table.rows_of(wanted.tables)
         else:
-            with placed(step):
-                wanted = reading(store, ids, lengths, query.shape[2], options.left)
-                places = check_readable(store, wanted)
+            places = check_readable(store, wanted)
         key = query.shape, query.dtype, places.shape, store.codec.key
         call = calls.get(key)
         if call is None:

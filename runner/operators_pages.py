@@ -7,9 +7,6 @@ all or nothing.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import numpy as np
 
 from onnx_inplace.compiler import errors, steps
@@ -33,12 +30,11 @@ def paged_cache_update(step: steps.Kernel, settings: Settings) -> Action:
         positions = slots[position_slot]
         batch = check_values(store, ids, values)
         if store.reserved or not store.judged:
-            with placed(step):
-                touched = pieces(store.name, ids, positions, values.shape[-2], store.page_size)
-                outlook = Outlook(store)
-                outlook.update(touched, created_format(store, wanted))
-                if outlook.created:
-                    store.add(outlook.created)
+            touched = pieces(store.name, ids, positions, values.shape[-2], store.page_size)
+            outlook = Outlook(store)
+            outlook.update(touched, created_format(store, wanted))
+            if outlook.created:
+                store.add(outlook.created)
         if values.size:
             write(store, ids, values, positions, batch)
         slots[output] = cache
@@ -99,10 +95,9 @@ def paged_cache_convert(step: steps.Kernel, settings: Settings) -> Action:
         cache = slots[cache_slot]
         store: PageStore = cache.store
         ids = slots[ids_slot].reshape(-1).tolist()
-        with placed(step):
-            format = store.format(wanted)
-            Outlook(store).convert(ids, format)
-            store.convert([store.row(page) for page in ids], format)
+        format = store.format(wanted)
+        Outlook(store).convert(ids, format)
+        store.convert([store.row(page) for page in ids], format)
         slots[output] = cache
 
     return act
@@ -119,8 +114,7 @@ def page_gather(step: steps.Kernel, settings: Settings) -> Action:
         store: PageStore = slots[cache_slot].store
         ids = slots[ids_slot]
         two, heads, page_size, size = store.codec.dims
-        with placed(step):
-            rows = [store.row(page) for page in ids.reshape(-1).tolist()]
+        rows = [store.row(page) for page in ids.reshape(-1).tolist()]
         batch, count = ids.shape[:-1], ids.shape[-1] if ids.ndim else 1
         shape = (two, *batch, heads, count * page_size, size)
         target = result(slots, output, reuse, shape, store.elem_type)
@@ -132,16 +126,6 @@ def page_gather(step: steps.Kernel, settings: Settings) -> Action:
         slots[output] = target
 
     return act
-
-
-@contextlib.contextmanager
-def placed(step: steps.Kernel) -> Iterator[None]:
-    """Errors about pages and tokens get the author's line."""
-    try:
-        yield
-    except errors.PlacedError as error:
-        error.at(step.location)
-        raise
 
 
 def _slots(step: steps.Kernel, count: int) -> list[int]:
