@@ -13,8 +13,8 @@ from onnx_inplace.compiler.fusable_context import (
     integer,
     is_float,
     only,
-    text,
 )
+from onnx_inplace.compiler.grouped_query import INPUTS, REFUSED_ATTRIBUTES, REFUSED_INPUTS, named
 from onnx_inplace.compiler.sizes import Size
 
 _SOFTMAX_IN_FLOAT32 = (1, 10, 16)  # float32, float16 and bfloat16 are served by float32
@@ -51,37 +51,36 @@ def _attention(node: ir.Node, context: Context) -> str | None:
     return only(node, 0)
 
 
-_GROUPED = (
-    "query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length",
-    "cos_cache", "sin_cache", "position_ids", "attention_bias", "head_sink", "k_scale", "v_scale",
-    "q_norm_weight", "k_norm_weight", "query_seqlens",
-)  # fmt: skip
-_GROUPED_FLOATS = (*range(5), 7, 8, 10, 11)
+_FLOATS = (*INPUTS[:5], "cos_cache", "sin_cache", "attention_bias", "head_sink")
 
 
 def _grouped(node: ir.Node, context: Context) -> str | None:
-    value = dict(enumerate(node.inputs))
-    if not (context.root(value.get(3)) and context.root(value.get(4))):
+    value = named(node.inputs)
+    past_key = value["past_key"]
+    if past_key is None or not (context.root(past_key) and context.root(value["past_value"])):
         return "its past is not storage of the caller"
-    more = [_GROUPED[k] for k, v in value.items() if k >= _GROUPED.index("k_scale") and v]
-    attributes = [n for n in ("kv_cache_bit_width", "qk_output") if integer(node, n, 0)]
-    attributes += [n for n in ("sliding_window_cache",) if integer(node, n, 0)]
-    attributes += [n for n in ("k_quant_type", "v_quant_type") if text(node, n, "NONE") != "NONE"]
-    if more or attributes:
-        return f"with {', '.join((*more, *attributes))}"
-    if (value.get(1) is None) != (value.get(2) is None):
+    refused = [name for name in REFUSED_INPUTS if value[name] is not None]
+    refused += [
+        name
+        for name, default in REFUSED_ATTRIBUTES.items()
+        if name in node.attributes and node.attributes[name].value != default
+    ]
+    if refused:
+        return f"with {', '.join(refused)}"
+    if (value["key"] is None) != (value["value"] is None):
         return "one of key and value is packed into its query"
-    if integer(node, "do_rotary", 0) and (value.get(7) is None or value.get(8) is None):
+    if integer(node, "do_rotary", 0) and None in (value["cos_cache"], value["sin_cache"]):
         return "do_rotary without cos_cache and sin_cache"
-    for port in _GROUPED_FLOATS:
-        if value.get(port) is not None and not is_float(value[port]):
-            return f"its {_GROUPED[port]} is no float of at most 32 bits"
-    if not all(v is not None and v.dtype == ir.DataType.INT32 for v in map(value.get, (5, 6))):
+    for name in _FLOATS:
+        if value[name] is not None and not is_float(value[name]):
+            return f"its {name} is no float of at most 32 bits"
+    lengths = value["seqlens_k"], value["total_sequence_length"]
+    if not all(v is not None and v.dtype == ir.DataType.INT32 for v in lengths):
         return "its seqlens_k or total_sequence_length is not INT32"
-    places = value.get(9)
+    places = value["position_ids"]
     if places is not None and (places.dtype != ir.DataType.INT64 or context.rank(places) != 2):
         return "its position_ids are no matrix of INT64"
-    size = (context.shape(value[3]) or (None,))[-1]
+    size = (context.shape(past_key) or (None,))[-1]
     if not (isinstance(size, int) and size <= LARGEST_HEAD):
         return f"heads of more than {LARGEST_HEAD}"
     return only(node, 0, 1, 2)

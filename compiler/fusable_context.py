@@ -90,12 +90,6 @@ def integer(node: ir.Node, name: str, default: int) -> int:
     return default if found is None else found.as_int()
 
 
-def text(node: ir.Node, name: str, default: str) -> str:
-    """An attribute."""
-    found = node.attributes.get(name)
-    return default if found is None else found.as_string()
-
-
 def number(node: ir.Node, name: str, default: float) -> float:
     """An attribute."""
     found = node.attributes.get(name)

@@ -7,12 +7,12 @@ Everything that can be wrong is checked before the first of the writes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from onnx_inplace.compiler import errors, steps
+from onnx_inplace.compiler import errors, grouped_query, steps
 from onnx_inplace.numba_kernels import floats, rows
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner.actions import Action, Array, Settings, Slots, result, reusable
@@ -29,34 +29,6 @@ from onnx_inplace.runner.attend import (
     mask_layout,
     mask_values,
 )
-
-INPUTS = (
-    "query",
-    "key",
-    "value",
-    "past_key",
-    "past_value",
-    "seqlens_k",
-    "total_sequence_length",
-    "cos_cache",
-    "sin_cache",
-    "position_ids",
-    "attention_bias",
-    "head_sink",
-    "k_scale",
-    "v_scale",
-    "q_norm_weight",
-    "k_norm_weight",
-    "query_seqlens",
-)
-_REFUSED_INPUTS = ("k_scale", "v_scale", "q_norm_weight", "k_norm_weight", "query_seqlens")
-_REFUSED_ATTRIBUTES = {
-    "kv_cache_bit_width": 0,
-    "k_quant_type": "NONE",
-    "v_quant_type": "NONE",
-    "qk_output": 0,
-    "sliding_window_cache": 0,
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,7 +62,7 @@ def group_query_attention(step: steps.Kernel, settings: Settings) -> Action:
     Raises:
         UnsupportedOperator: for what no kernel does, by the name of the input or attribute.
     """
-    slot = named(step.inputs)
+    slot = grouped_query.named(step.inputs)
     _refuse(step, slot)
     attributes = step.attributes
     output, key_output, value_output = (*step.outputs, None, None)[:3]
@@ -185,11 +157,6 @@ def group_query_attention(step: steps.Kernel, settings: Settings) -> Action:
     return act
 
 
-def named(inputs: Sequence[int | None]) -> dict[str, int | None]:
-    """Inputs by name; None where the node leaves one out."""
-    return dict.fromkeys(INPUTS) | dict(zip(INPUTS, inputs, strict=False))
-
-
 def _contiguous(array: Array | None) -> Array | None:
     return array if array is None or array.flags.c_contiguous else np.ascontiguousarray(array)
 
@@ -198,10 +165,10 @@ def _refuse(step: steps.Kernel, slot: dict[str, int | None]) -> None:
     def refuse(reason: str) -> errors.UnsupportedOperator:
         return errors.UnsupportedOperator(step.domain, step.op_type, reason)
 
-    for name in _REFUSED_INPUTS:
+    for name in grouped_query.REFUSED_INPUTS:
         if slot[name] is not None:
             raise refuse(f"input {name}")
-    for name, default in _REFUSED_ATTRIBUTES.items():
+    for name, default in grouped_query.REFUSED_ATTRIBUTES.items():
         if step.attributes.get(name, default) != default:
             raise refuse(f"{name}={step.attributes[name]}")
     if (slot["key"] is None) != (slot["value"] is None):

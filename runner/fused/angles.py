@@ -1,13 +1,14 @@
-"""Angles of rotary embeddings by position: rows of tables, gathered once for all layers."""
+"""Rotary embeddings: angles by position, gathered once for all layers, and what turns heads."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from onnx_inplace.compiler import errors
-from onnx_inplace.numba_kernels.fused import moves, places
+from onnx_inplace.numba_kernels.fused import moves, places, rotary
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner.actions import Array
+from onnx_inplace.runner.attend import KINDS
 from onnx_inplace.runner.fused.table import Bound, Builder, NotFused
 
 KERNELS = (places.count, moves.rows)
@@ -69,3 +70,40 @@ def _gather(b: Builder, rows: Array, given: Array, target: Array) -> None:
         address(rows), address(target), address(given), 1, given.size, len(rows), size
     )
     b.emit(moves.rows, block, [rows, given], [target])
+
+
+def turn(
+    source: Array, target: Array, angles: tuple[Array, Array] | None, interleaved: int
+) -> rotary.Rotary:
+    """Turns heads, or only converts them where there are no angles.
+
+    Shapes:
+        source, target: (batch, heads, tokens, head_size), the last axis contiguous
+        angles:         cosines and sines, (batch, tokens, half) float32 each
+    """
+    batch, heads, tokens, size = source.shape
+    cos, sin = (None, None) if angles is None else angles
+    return rotary.Rotary(
+        input=address(source),
+        output=address(target),
+        cos=0 if cos is None else address(cos),
+        sin=0 if sin is None else address(sin),
+        batch=batch,
+        heads=heads,
+        tokens=tokens,
+        size=size,
+        half=0 if cos is None else cos.shape[2],
+        layout=rotary.PLAIN if cos is None else interleaved,
+        kind=KINDS[target.dtype],
+        input_batch=source.strides[0],
+        input_head=source.strides[1],
+        input_token=source.strides[2],
+        output_batch=target.strides[0],
+        output_head=target.strides[1],
+        output_token=target.strides[2],
+        angle_batch=0 if cos is None else cos.strides[0],
+        angle_token=0 if cos is None else cos.strides[1],
+        position=0,
+        capacity=0,
+        units=heads,
+    )

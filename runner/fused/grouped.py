@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from onnx_inplace.compiler import errors
+from onnx_inplace.compiler import errors, grouped_query
 from onnx_inplace.compiler.fused import Operation
 from onnx_inplace.numba_kernels.fused import moves, places
 from onnx_inplace.numba_kernels.fused import rotary as turning
@@ -27,7 +27,7 @@ Inputs = dict[str, int | None]
 
 
 def _kernels(loading: Loading, o: Operation) -> Iterator[OnDemand]:
-    cache = loading.value(operators_gqa.named(o.inputs)["past_key"])
+    cache = loading.value(grouped_query.named(o.inputs)["past_key"])
     group = o.attributes["num_heads"] // o.attributes["kv_num_heads"]
     shape = attend.Shape(attend.kind_of(cache), attend.known_dim(cache, 3), group)
     yield from (places.span, places.ends, turning.rotary, moves.rows)
@@ -47,7 +47,7 @@ class _Span:
 @template(_kernels)
 def grouped(b: Builder, o: Operation) -> None:
     """GroupQueryAttention, of separate or packed queries, keys and values."""
-    slot = operators_gqa.named(o.inputs)
+    slot = grouped_query.named(o.inputs)
     query, key, value, past_key, past_value, cosines, sines = (
         None if slot[name] is None else b.array(slot[name])
         for name in ("query", "key", "value", "past_key", "past_value", "cos_cache", "sin_cache")
@@ -173,34 +173,12 @@ def _put(
 
     ``angles_of``: the row of the batch that ``source`` begins with, and angles of all rows.
     """
-    row, turned = angles_of
-    batch, count, tokens, size = source.shape
-    cos, sin = (None, None) if turned is None else (table[row:] for table in turned)
-    block = turning.Rotary(
-        input=address(source),
-        output=address(target),
-        cos=0 if cos is None else address(cos),
-        sin=0 if sin is None else address(sin),
-        batch=batch,
-        heads=count,
-        tokens=tokens,
-        size=size,
-        half=0 if cos is None else s.rotated // 2,
-        layout=turning.PLAIN if cos is None else s.interleaved,
-        kind=KINDS[target.dtype],
-        input_batch=source.strides[0],
-        input_head=source.strides[1],
-        input_token=source.strides[2],
-        output_batch=target.strides[0],
-        output_head=target.strides[1],
-        output_token=target.strides[2],
-        angle_batch=0 if cos is None else cos.strides[0],
-        angle_token=0 if cos is None else cos.strides[1],
-        position=0 if start is None else address(start),
-        capacity=0,
-        units=s.kv_heads,
+    row, tables = angles_of
+    turned = None if tables is None else (tables[0][row:], tables[1][row:])
+    block = angles.turn(source, target, turned, s.interleaved)._replace(
+        position=0 if start is None else address(start), units=s.kv_heads
     )
-    reads = [array for array in (source, cos, sin, start) if array is not None]
+    reads = [array for array in (source, *(turned or ()), start) if array is not None]
     units = s.kv_heads if s.batch == 1 else 0
     b.emit(turning.rotary, block, reads, [target], first=False, units=units)
 

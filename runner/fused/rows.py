@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from onnx_inplace.compiler.fused import Operation
-from onnx_inplace.numba_kernels import floats, layout
+from onnx_inplace.numba_kernels import layout
 from onnx_inplace.numba_kernels.fused import elementwise as arithmetic
 from onnx_inplace.numba_kernels.fused import halves, norms, quantize
 from onnx_inplace.numba_kernels.fused import rotary as turning
@@ -130,30 +130,7 @@ def rotary(b: Builder, o: Operation) -> None:
     rotated = o.attributes.get("rotary_embedding_dim", 0) or size
     if cos.shape != (batch, tokens, rotated // 2) or sin.shape != cos.shape:
         raise NotFused(f"RotaryEmbedding with angles {cos.shape}")
-    block = turning.Rotary(
-        input=address(source),
-        output=address(output),
-        cos=address(cos),
-        sin=address(sin),
-        batch=batch,
-        heads=heads,
-        tokens=tokens,
-        size=size,
-        half=rotated // 2,
-        layout=o.attributes.get("interleaved", 0),
-        kind=floats.FLOAT32,
-        input_batch=source.strides[0],
-        input_head=source.strides[1],
-        input_token=source.strides[2],
-        output_batch=output.strides[0],
-        output_head=output.strides[1],
-        output_token=output.strides[2],
-        angle_batch=cos.strides[0],
-        angle_token=cos.strides[1],
-        position=0,
-        capacity=0,
-        units=heads,
-    )
+    block = angles.turn(source, output, (cos, sin), o.attributes.get("interleaved", 0))
     b.emit(turning.rotary, block, [source, cos, sin], [output])
     written()
 
