@@ -20,7 +20,7 @@ import onnx_ir as ir
 import scripting
 from authoring.author import Author
 from authoring.block import CACHE, CAPACITY, ROWS, TOKEN
-from authoring.choices import Choices, Seeded
+from authoring.choices import Choices
 from authoring.floats import FloatAuthor
 
 from onnx_inplace.compiler import program
@@ -83,15 +83,15 @@ def _example(author: Author, choices: Choices) -> Example:
 
 def seeded(seed: int) -> Example:
     """The program of a seed."""
-    return example(Seeded(seed))
+    return example(Choices(seed))
 
 
 def seeded_floats(seed: int) -> Example:
     """The program on float32 of a seed."""
-    choices = Seeded(seed)
+    choices = Choices(seed)
     return _example(FloatAuthor(choices), choices)
 
 
 def seeded_script(seed: int) -> scripting.Script:
     """The text of a seed."""
-    return scripting.script(Seeded(seed))
+    return scripting.script(Choices(seed))

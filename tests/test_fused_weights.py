@@ -290,11 +290,7 @@ def test_weights_that_change_before_the_first_prompt_are_not_mixed(tmp_path, cha
     def product(x: FLOAT["n", 300]) -> FLOAT["n", 300]:
         return op.MatMul(x, weight(matrix, "matrix"))
 
-    product.save(tmp_path / "m.onnx")
-    (data,) = tmp_path.glob("*.data")
-    session = Session(tmp_path / "m.onnx")
-    change_file(data, change)
-    with session.bind() as step:
+    with session_of_changed(product, tmp_path, change).bind() as step:
         (token,) = step.run(x=np.ones((1, 300), np.float32))
         np.testing.assert_allclose(token[0], matrix.sum(0), rtol=1e-4, atol=1e-4)
         with pytest.raises(WeightsError, match="has changed since the session was loaded"):
@@ -312,18 +308,18 @@ def test_rows_that_fused_steps_look_up_are_those_of_the_session(tmp_path, change
         rows = op.Gather(weight(table, "table"), tokens)
         return op.MatMul(rows, weight(matrix, "matrix"))
 
-    embedded.save(tmp_path / "m.onnx")
-    (data,) = tmp_path.glob("*.data")
-    session = Session(tmp_path / "m.onnx")
-    change_file(data, change)
-    with session.bind() as step:
+    with session_of_changed(embedded, tmp_path, change).bind() as step:
         (row,) = step.run(tokens=[7])
         assert step._frame.frame.fused
     np.testing.assert_allclose(row[0], table[7] @ matrix, rtol=1e-2, atol=0.1)
 
 
-def change_file(data, change):
-    """Another file in its place, or none."""
+def session_of_changed(model, folder, change):
+    """A session of the model; then another file in the place of its weights, or none."""
+    model.save(folder / "m.onnx")
+    (data,) = folder.glob("*.data")
+    session = Session(folder / "m.onnx")
     other = data.with_name("other")
     other.write_bytes(bytes(data.stat().st_size))
     os.replace(other, data) if change == "replaced" else data.unlink()
+    return session

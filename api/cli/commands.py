@@ -250,7 +250,7 @@ def plan_(
     if profile:
         feeds = values.pairs(inputs or [], "--input", "NAME=FILE.npy").items()
         given = {name: values.feed(text, name) for name, text in feeds}
-        profiled.profile(model, sizes, given, (threads, fuse), runs, json_=json_)
+        profiled.profile(model, sizes, given, threads, fuse, runs, json_=json_)
         return
     limit = None if budget is None else values.amount(budget, "--budget")
     _check_folder(html)

@@ -38,13 +38,14 @@ def profile(
     model: Path,
     dims: Mapping[str, int],
     inputs: Mapping[str, Any],
-    loaded_with: tuple[int, values.Fusing],
+    threads: int,
+    fuse: values.Fusing,
     runs: int,
     *,
     json_: bool,
 ) -> None:
     """Measure, see :func:`measure`, and print tables or JSON."""
-    plan, variants = measure(model, dims, inputs, loaded_with, runs)
+    plan, variants = measure(model, dims, inputs, threads, fuse, runs)
     if json_:
         report.print_json(to_json(plan, variants))
     else:
@@ -55,12 +56,13 @@ def measure(
     model: Path,
     dims: Mapping[str, int],
     inputs: Mapping[str, Any],
-    loaded_with: tuple[int, values.Fusing],
+    threads: int,
+    fuse: values.Fusing,
     runs: int,
 ) -> tuple[ExecutionPlan, list[Variant]]:
     """Profile the model with fused steps, where it has some, and without; or in one way only.
 
-    ``loaded_with``: threads and steps of a session; ``AUTO`` measures both kinds of steps.
+    ``fuse``: as of a session, but ``AUTO`` measures both kinds of steps.
 
     Caches are full of small random numbers; ordinary inputs that are not given are zeros.
 
@@ -68,7 +70,6 @@ def measure(
         typer.BadParameter: the size of a dimension is missing, or there is no such input.
         errors.InplaceError: the model cannot be loaded, or does not run with these inputs.
     """
-    threads, fuse = loaded_with
     plan = onnx_inplace.compiler.plan(model)
     found: list[Variant] = []
     storage: dict[str, Any] = {}
