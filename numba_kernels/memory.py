@@ -77,11 +77,12 @@ def _cache_hits(function: Any) -> int:
 
 
 def on_demand(signature: str, **options: Any) -> Callable[[Callable[..., Any]], OnDemand]:
-    """A function for one signature, without the GIL: ``ready()(...)``."""
+    """A function for one signature: ``ready()(...)``. Without the GIL, but for ``nogil=False``."""
+    options = {"nogil": True, **options}
 
     def compile_(function: Callable[..., Any]) -> Any:
         with cache.kept() as kept:
-            result: Any = numba.njit(nogil=True, cache=kept, **options)(function)
+            result: Any = numba.njit(cache=kept, **options)(function)
         result.compile(signature)
         result.disable_compile()
         return result

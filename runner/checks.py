@@ -172,20 +172,38 @@ def _narrowest(slot: int, all_limits: list[_Limits]) -> Check:
         return each
     lowest = max(limits.low[0] - limits.offset for limits in all_limits)
     highest = min(limits.high[0] - limits.offset for limits in all_limits)
+    return Narrowest(slot, lowest, highest, tuple(all_limits))
 
-    def check(slots: Slots) -> None:
-        numbers: Array = slots[slot]
-        if not numbers.ndim:
-            fits = lowest <= int(numbers) <= highest
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Narrowest:
+    """A check that every number of an input is within two bounds.
+
+    Attributes:
+        slot: of the input.
+        lowest: that a number may be.
+        highest: likewise.
+        all_limits: of which these are the narrowest.
+    """
+
+    slot: int
+    lowest: int
+    highest: int
+    all_limits: tuple[_Limits, ...]
+
+    def __call__(self, slots: Slots) -> None:
+        """Raise the error of the first number that is out of bounds."""
+        lowest, highest = self.lowest, self.highest
+        numbers: Array = slots[self.slot]
+        if numbers.size == 1:
+            fits = lowest <= int(numbers.item()) <= highest
         elif numbers.size <= _FEW:
             fits = all(lowest <= n <= highest for n in numbers.ravel().tolist())
         else:
             fits = lowest <= int(numbers.min()) and int(numbers.max()) <= highest
         if not fits:
-            for limits in all_limits:
+            for limits in self.all_limits:
                 limits.enforce(slots)
-
-    return check
 
 
 def _enforce(bound: positions.Bound, numbers: list[int], limits: _Limits) -> None:

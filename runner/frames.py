@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from onnx_inplace.compiler import arena
-from onnx_inplace.compiler.steps import Block, ExecutionPlan, Storage
+from onnx_inplace.compiler.steps import Block, ExecutionPlan, Kernel, Storage
+from onnx_inplace.runner import registry
 from onnx_inplace.runner.actions import Array, DType, Slots
 from onnx_inplace.runner.fused.region import Region
 
@@ -73,7 +74,9 @@ class Frame:
     @property
     def own(self) -> frozenset[int]:
         """Slots of results that every run makes anew, for nobody else."""
-        return frozenset(slot for region in self.regions.values() for slot in region.own)
+        fused = (slot for region in self.regions.values() for slot in region.own)
+        steps = (step for step in self.block.steps if isinstance(step, Kernel))
+        return frozenset((*fused, *(slot for step in steps for slot in registry.makes_new(step))))
 
     @property
     def fused(self) -> bool:

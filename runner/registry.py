@@ -7,6 +7,7 @@ and attribute (``UnsupportedOperator``); nothing falls back in silence.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 from onnx_inplace.compiler import errors, steps
 from onnx_inplace.runner import (
@@ -36,6 +37,26 @@ _factories: dict[tuple[str, str], Factory] = {
     ("", "Attention"): operators_attention.attention,
     ("com.microsoft", "GroupQueryAttention"): operators_gqa.group_query_attention,
 }
+
+_NEW = {
+    ("onnx_inplace", "Copy"),
+    ("onnx_inplace", "PagedAttention"),
+    ("onnx_inplace", "PageGather"),
+    ("", "Attention"),
+    ("com.microsoft", "GroupQueryAttention"),
+}
+
+
+def makes_new(step: steps.Kernel) -> Iterator[int]:
+    """Slots whose arrays a step makes in each run: nobody else has them."""
+    if (step.domain, step.op_type) not in _NEW:
+        return
+    for index, slot in enumerate(step.outputs):
+        value = None if slot is None else step.values.get(slot)
+        if value is None or index in step.roots or value.storage is not steps.Storage.FRESH:
+            continue
+        assert slot is not None
+        yield slot
 
 
 def register(domain: str, op_type: str, factory: Factory) -> None:

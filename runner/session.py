@@ -26,6 +26,7 @@ from onnx_inplace.runner import (
     checks,
     execute,
     inputs,
+    intake,
     outputs,
     page_checks,
     slabs,
@@ -119,6 +120,7 @@ class Session:
         path = Path(source) if isinstance(source, str | os.PathLike) else None
         settings = Settings(threads=threads, fuse=Fuse(fuse), kernels=_path(kernels))
         self._engine = execute.Engine(self.plan, settings, path)
+        intake.ready()
         self.prechecks = checks.Prechecks(self.checks, self._slot_of)
         self.page_checks = page_checks.Checker(self.checks.pages, self._slot_of)
         self._kept = _disjoint(storage.interval(a) for a in self._engine.constants.values())

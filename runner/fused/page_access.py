@@ -42,10 +42,10 @@ class Ids:
 
     def read(self, slots: Slots) -> None:
         """Look at those of this run."""
-        array = self._source(slots)
+        array = self.array = self._source(slots)
         key = array.tobytes()
         if key != self._key or not self.version:
-            self._key, self.array = key, array
+            self._key = key
             self.version += 1
 
     def rows(self, store: PageStore, batch: int) -> Array:
