@@ -36,6 +36,7 @@ PROMISES = {
     "FP8_E4M3": Promise(("int8", 4), ("Q8_0", 10), 25, 8e-3),
     "FP8_E5M2": Promise(("int8", 4), ("Q8_0", 10), 25, 8e-3),
     "INT4": Promise(("int4", 7), ("Q4_0", 25), 18, 3e-4),
+    "INT4 fast": Promise(("int4", 7), ("Q4_0", 25), 18, 3e-2),
     "INT2": Promise(error=3e-4),
     "float32, portable": Promise(("float32", 1.0), None, None, 5e-6),
     "FLOAT32 pages": Promise(error=5e-6),

@@ -76,7 +76,7 @@ def dense(problem: Problem, kind: str, threads: int, spare: int = 0) -> Step:
     return Step(run, nbytes, against_float64, step)
 
 
-def paged(problem: Problem, kinds: Sequence[str], threads: int) -> Step:
+def paged(problem: Problem, kinds: Sequence[str], threads: int, accuracy_level: int = 0) -> Step:
     """Over pages of these formats in turn; the first one has to take single tokens."""
     new, pages = problem.new, -(-problem.tokens // PAGE)
     table = np.arange(pages)
@@ -85,7 +85,8 @@ def paged(problem: Problem, kinds: Sequence[str], threads: int) -> Step:
         writing.run(blocks=table, values=np.stack(problem.kv), position=np.array(0))
     for page in range(pages):
         cache.convert(page, kinds[page % len(kinds)])
-    model = step_models.paged(kinds, problem.heads, problem.kv_heads, PAGE, problem.size)
+    dims = (2, problem.kv_heads, PAGE, problem.size)
+    model = step_models.paged(kinds, problem.heads, *dims[1:], accuracy_level)
     step = Session(model, threads=threads).bind(cache=cache)
     feeds: dict[str, Any] = {
         "blocks": table,
@@ -104,6 +105,5 @@ def paged(problem: Problem, kinds: Sequence[str], threads: int) -> Step:
         keys, values = stored[:, :, : problem.tokens].astype(np.float32)
         return error(output, reference(problem.query, keys, values))
 
-    dims = (2, problem.kv_heads, PAGE, problem.size)
     page_bytes = [formats.BUILTIN[kinds[k % len(kinds)]].page_bytes(dims) for k in range(pages)]
     return Step(run, sum(page_bytes), against_float64, step)

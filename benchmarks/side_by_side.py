@@ -35,8 +35,8 @@ class Contest(NamedTuple):
     """Who takes part, by types of cache.
 
     ``ours`` are names of ``ours.DTYPES``, of page formats ("FLOAT16 pages" where the two could be
-    mixed up) or "mixture"; with ", portable" behind, on the kernels for every CPU. Peers run on one
-    thread and on ``threads``.
+    mixed up) or "mixture"; with " fast" behind, at accuracy_level 4, with ", portable", on the
+    kernels for every CPU. Peers run on one thread and on ``threads``.
     """
 
     problem: Problem
@@ -113,7 +113,9 @@ def step(problem: Problem, label: str, threads: int) -> ours.Step:
         if kind == "mixture":
             pattern = [name for name, count in MIXTURE.items() for _ in range(count)]
             return ours.paged(problem, pattern, threads)
-        return ours.paged(problem, [kind.removesuffix(" pages")], threads)
+        level = 4 if kind.endswith(" fast") else 0
+        name = kind.removesuffix(" pages").removesuffix(" fast")
+        return ours.paged(problem, [name], threads, level)
 
 
 def peers(contest: Contest, skipped: list[str]) -> dict[Key, Callable[[], object]]:

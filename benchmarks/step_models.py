@@ -31,7 +31,14 @@ def dense(kind: str, heads: int, kv_heads: int, size: int) -> Program:
     return attend
 
 
-def paged(names: Sequence[str], heads: int, kv_heads: int, page_size: int, size: int) -> Program:
+def paged(
+    names: Sequence[str],
+    heads: int,
+    kv_heads: int,
+    page_size: int,
+    size: int,
+    accuracy_level: int = 0,
+) -> Program:
     """Over pages of these formats."""
     allowed = [formats.BUILTIN[name] for name in dict.fromkeys(names)]
     pages = Paged[(FLOAT[2, kv_heads, page_size, size], *allowed)]
@@ -46,7 +53,9 @@ def paged(names: Sequence[str], heads: int, kv_heads: int, page_size: int, size:
         length: INT64[()],
     ) -> tuple[FLOAT[1, heads, "n", size], Alias["cache"]]:
         updated = kv.PagedCacheUpdate(cache, blocks, values, position)
-        output = kv.PagedAttention(query, updated, blocks, length, is_causal=1)
+        output = kv.PagedAttention(
+            query, updated, blocks, length, is_causal=1, accuracy_level=accuracy_level
+        )
         return output, updated
 
     return attend

@@ -102,7 +102,7 @@ SCHEMAS: dict[str, OpSchema] = {
             "PagedAttention",
             "Attention of `query` over the first `lengths` tokens of each sequence. Its queries "
             "are the last tokens of the sequence. Pages may have any mixture of formats; the "
-            "arithmetic is float32.",
+            "arithmetic is float32, or as good.",
             {
                 "query": (
                     "T",
@@ -124,6 +124,12 @@ SCHEMAS: dict[str, OpSchema] = {
                 _attribute("softcap", 0.0, "Scores are softcap * tanh(scores / softcap); 0: off."),
                 _attribute(
                     "left_window_size", -1, "Tokens before its own that a query sees; -1: all."
+                ),
+                _attribute(
+                    "accuracy_level",
+                    0,
+                    "As MatMulNBits has it: 4 allows weights of 8 bits, for values of less than 8; "
+                    "0: float32, or as good.",
                 ),
             ],
         ),

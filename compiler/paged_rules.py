@@ -27,6 +27,9 @@ CACHE_PORT = {
 }
 """The input of each operator on pages that is the paged cache."""
 
+ACCURACY_LEVELS = (0, 4)
+"""Of PagedAttention: as good as float32; weights of tokens may have 8 bits."""
+
 SEE = "Read pages with `kv.PagedAttention` or `kv.PageGather`, write with `kv.PagedCacheUpdate`."
 _LIBRARY = ("", "ai.onnx", "com.microsoft", DOMAIN)
 
@@ -172,6 +175,10 @@ def _attention(node: ir.Node, cache: ir.Value) -> Verdict:
         verdict.repair = f"Cast {called(query)} to FLOAT or FLOAT16."
     rank = _integers(verdict, table, "a block table, or [batch, blocks]", 2, at_least=1)
     _integers(verdict, lengths, "one length, or one for each sequence", 1)
+    level = node.attributes.get("accuracy_level")
+    if level is not None and level.as_int() not in ACCURACY_LEVELS:
+        verdict.faults.append(f"accuracy_level={level.as_int()} is none of {ACCURACY_LEVELS}")
+        verdict.repair = "Leave it out, or say 4 to allow weights of 8 bits."
     if verdict.faults or query.shape is None:
         return verdict
     if query.shape.rank() != 4:

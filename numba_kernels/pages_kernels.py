@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import types
 
 import numpy as np
@@ -43,6 +44,13 @@ _MANY = 16  # items of so many rows are enough for all threads; else they have h
 _Int64s = npt.NDArray[np.int64]
 
 
+class Accuracy(enum.Enum):
+    """What the weights of tokens become for values in codes of less than 8 bits."""
+
+    PRECISE = 0  # integers of 16 bits
+    BYTES = 4  # integers of 8 bits
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kernels:
     """Compiled code for the formats of one cache and the heads of one query.
@@ -78,16 +86,19 @@ class Kernels:
         return x._replace(worker_bytes=pages_attention.worker_bytes(x)), kernels
 
 
-def ready(descriptions: _Int64s, group: int, portable: bool = False) -> Kernels:
+def ready(
+    descriptions: _Int64s, group: int, portable: bool = False, accuracy: Accuracy = Accuracy.PRECISE
+) -> Kernels:
     """Compile, or load from disk, what attention over pages of these formats needs.
 
     ``group``: query heads of a kv head. ``portable``: leave out what not every CPU executes.
+    ``accuracy``: what rows of one token over integer formats of less than 8 bits have at least.
 
     Shapes:
         descriptions: (formats, pages_layout.WORDS)
     """
     anywhere: int = pages_portable.attend.ready().address
-    modules = [None if portable else _fast(row.tolist(), group) for row in descriptions]
+    modules = [None if portable else _fast(row.tolist(), group, accuracy) for row in descriptions]
     prefills = [None if portable else _prefill(row.tolist()) for row in descriptions]
     many, fast = (
         [anywhere if module is None else module.attend.ready().address for module in found]
@@ -114,7 +125,7 @@ def _prefill(description: list[int]) -> types.ModuleType | None:
     return specialise(pages_prefill, kind, page.head_size, _ROWS)
 
 
-def _fast(description: list[int], group: int) -> types.ModuleType | None:
+def _fast(description: list[int], group: int, accuracy: Accuracy) -> types.ModuleType | None:
     """The fast kernel of a format, not yet compiled; None: there is none."""
     page = Page(*description[:HEADER])
     key = Half(*description[HEADER : HEADER + HALF])
@@ -132,5 +143,6 @@ def _fast(description: list[int], group: int) -> types.ModuleType | None:
         return None  # twice a sum of codes and queries does not fit an int32
     channels = key.group if key.grouping == BY_CHANNEL else 0
     center = 2**key.bits - 1 if affine else 2**key.bits
-    sizes = page.head_size, page.page_size, group
-    return specialise(pages_tiles, key.bits, channels, key.group, value.group, center, *sizes)
+    planes = 1 if accuracy is Accuracy.BYTES and key.bits < 8 else 2
+    numbers = page.head_size, page.page_size, group, planes
+    return specialise(pages_tiles, key.bits, channels, key.group, value.group, center, *numbers)

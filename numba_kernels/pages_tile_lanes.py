@@ -1,9 +1,11 @@
-"""Vectors of codes, and of integers of 16 bits in two planes of 8, for ``pages_tile_parts``.
+"""Vectors of codes, and of integers in planes of 8 bits, for ``pages_tile_parts``.
 
 Lines of ``aux`` are vectors of 16 equal lanes: what is needed once for each head and block.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from llvmlite import ir
 
@@ -11,13 +13,22 @@ from onnx_inplace.numba_kernels.fused.dots import Dots
 from onnx_inplace.numba_kernels.vector import LANES, VECTOR, Value
 
 LINE = 64  # bytes of a vector
-_LARGEST = 32639.0  # of two planes: 127 * 256 + 127
+_LARGEST = {1: 255.0, 2: 32639.0}  # by planes: one has no sign, two hold 127 * 256 + 127
 _INTS = ir.VectorType(ir.IntType(32), LANES)
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
 
 
 class Codes(Dots):
-    """Writes what integers of two planes need."""
+    """Writes what integers of so many planes need.
+
+    Args:
+        builder: of LLVM.
+        planes: 2 for integers of 16 bits, 1 for those of 8, which are not negative.
+    """
+
+    def __init__(self, builder: Value, planes: int) -> None:
+        super().__init__(builder, False)
+        self.planes = planes
 
     def ints(self, number: int) -> Value:
         """An int32 in all lanes."""
@@ -36,12 +47,13 @@ class Codes(Dots):
         one = self.builder.extract_element(vector, ir.Constant(ir.IntType(32), 0))
         self.builder.store(one, self._memory(address, one.type)).align = 4
 
-    def store_planes(self, x: Value, high: Value, low: Value) -> None:
-        """16 int32 as 256 * high + low, each 16 int8."""
+    def store_planes(self, x: Value, at: Value, step: int) -> None:
+        """16 int32 as 16 uint8, or as 256 * high + low, int8 that lie ``step`` bytes apart."""
         b = self.builder
-        self.store_any(b.trunc(x, _BYTES), low)
-        rest = b.ashr(b.add(x, self.ints(128)), self.ints(8))  # the low plane is signed
-        self.store_any(b.trunc(rest, _BYTES), high)
+        if self.planes == 2:
+            self.store_any(b.trunc(x, _BYTES), self.add(at, step))
+            x = b.ashr(b.add(x, self.ints(128)), self.ints(8))  # the low plane is signed
+        self.store_any(b.trunc(x, _BYTES), at)
 
     def fields(self, vector: Value, bits: int) -> list[Value]:
         """The codes of each byte, one vector for each of its fields."""
@@ -54,10 +66,21 @@ class Codes(Dots):
             for shift in range(0, 8, bits)
         ]
 
-    def centered(self, high: Value, low: Value, correction: Value, doubled: bool) -> Value:
-        """Sum over codes less their center, times two where the center is not whole."""
+    def times_codes(self, total: Value, codes: Value, numbers: Value) -> Value:
+        """Dot products of codes, of less than 8 bits with one plane, and numbers of a plane."""
+        if self.planes == 1:
+            return self.dot(total, numbers, codes)
+        return self.dot(total, codes, numbers)
+
+    def centered(self, sums: Sequence[Value], correction: Value, doubled: bool) -> Value:
+        """Sum over codes less their center, times two where the center is not whole.
+
+        ``sums``: one for each plane, over the codes as they are.
+        """
         b = self.builder
-        total = b.add(b.shl(high, self.ints(8)), low)
+        total = sums[0]
+        for low in sums[1:]:
+            total = b.add(b.shl(total, self.ints(8)), low)
         if doubled:
             total = b.shl(total, self.ints(1))
         return b.sitofp(b.sub(total, correction), VECTOR)
@@ -65,8 +88,8 @@ class Codes(Dots):
     def integers_of(self, largest: Value) -> tuple[Value, Value]:
         """What numbers up to ``largest`` are multiplied by to become integers, and their unit."""
         b = self.builder
-        factor = b.fdiv(self.constant(_LARGEST), largest)
-        return factor, b.fmul(largest, self.constant(1 / _LARGEST))
+        most = _LARGEST[self.planes]
+        return b.fdiv(self.constant(most), largest), b.fmul(largest, self.constant(1 / most))
 
     def write_line(self, line: Value, unit: Value, total: Value, base: Value, center2: int) -> None:
         """Three lines of ``aux``: unit, correction, base; ``total``: of the integers, by lane."""

@@ -1,8 +1,10 @@
 """The inner loops of attention over pages of integer codes: scores, weights, sums.
 
 Four codes meet four numbers of 8 bits in one instruction. Queries and weights, scales multiplied
-in, are integers of 16 bits in two planes of 8, so that codes are never converted. A vector of
-scores holds 16 tokens of one head, a vector of sums 16 elements.
+in, are integers of 16 bits in two planes of 8, so that codes are never converted. Weights, which
+are not negative, may have one plane: their error is a part of the largest weight. That of a query
+is a part of all scores, which outliers make large. A vector of scores holds 16 tokens of one head,
+a vector of sums 16 elements.
 
 While one page is worked on, the next one is asked for, a line or two at a time: a core has only
 some loads under way, and a burst of requests holds up all that stands behind it (measured: 12 %).
@@ -20,8 +22,9 @@ from onnx_inplace.numba_kernels.floats import FLOAT16
 from onnx_inplace.numba_kernels.pages_tile_lanes import LINE, Codes
 from onnx_inplace.numba_kernels.vector import LANES, Value
 
-_HEADS = 4  # whose sums are kept in registers at once, in two planes
+_HEADS = 4  # whose sums are kept in registers at once, in all planes
 _TILES = 2  # that share each load of the queries
+_PLANES = 2  # of queries
 
 _I = types.int64
 
@@ -35,7 +38,7 @@ def make_fold(size: int, group: int, block: int, center2: int, by_channel: bool)
     Shapes:
         queries:           (group, size) float32
         scales, midpoints: (size) float16, with ``by_channel``
-        planes:            (2, group, size) int8: high, low
+        planes:            (2, group, size) int8, the high one first
         aux:               (group, blocks, 3) lines: unit, correction (int32), base
     """
     blocks = -(-size // block)
@@ -44,7 +47,7 @@ def make_fold(size: int, group: int, block: int, center2: int, by_channel: bool)
     @intrinsic
     def fold(typing_context, queries, scales, midpoints, planes, aux):
         def generate(context, builder, signature, arguments):
-            e = Codes(builder, False)
+            e = Codes(builder, _PLANES)
             queries, scales, midpoints, planes, aux = arguments
 
             def scaled(c: int) -> list[Value]:
@@ -75,8 +78,7 @@ def make_fold(size: int, group: int, block: int, center2: int, by_channel: bool)
                     for g, x in enumerate(scaled(c)):
                         whole = e.rounded(builder.fmul(x, factors[g]))
                         totals[g] = builder.add(totals[g], whole)
-                        high = e.add(planes, g * size + c)
-                        e.store_planes(whole, high, e.add(high, group * size))
+                        e.store_planes(whole, e.add(planes, g * size + c), group * size)
                 for g in heads:
                     line = e.add(aux, (g * blocks + k) * 3 * LINE)
                     e.write_line(line, units[g], totals[g], base[g], center2)
@@ -99,6 +101,8 @@ def make_scores(
 ) -> Any:
     """``scores(codes, tiles, scales, step, midpoint, planes, aux, to, ahead)``.
 
+    ``planes`` and ``aux`` are what ``fold`` leaves.
+
     Shapes:
         codes:  (tiles) tiles of 16 tokens
         scales: float16 of the first token, blocks ``step`` bytes apart; unless ``by_channel``
@@ -111,9 +115,9 @@ def make_scores(
 
     @intrinsic
     def scores(typing_context, codes, tiles, scales, step, midpoint, planes, aux, to, ahead):
-        def some(e: Codes, arguments: Any, first: Value, count: int) -> None:
-            """``count`` tiles share each load of the queries."""
-            builder, tiles = e.builder, range(count)
+        def some(e: Codes, arguments: Any, first: Value, together: int) -> None:
+            """``together``: so many tiles share each load of the queries."""
+            builder, tiles = e.builder, range(together)
             codes, _, scales, step, midpoint, planes, aux, to, ahead = arguments
             here = [e.add(codes, e.times(e.add(first, t), tile)) for t in tiles]
             soon, vectors = e.add(ahead, e.times(first, asks * LINE)), size // (4 * fields)
@@ -123,20 +127,17 @@ def make_scores(
                 pairs = [(t, g) for t in tiles for g in heads]
                 result = dict.fromkeys(pairs, e.constant(0.0))
                 for k in range(blocks):
-                    high, low = dict.fromkeys(pairs, e.ints(0)), dict.fromkeys(pairs, e.ints(0))
+                    kept = {pair: [e.ints(0)] * _PLANES for pair in pairs}
                     last = min(size, (k + 1) * block)
                     for v in range(k * block // (4 * fields), last // (4 * fields)):
-                        e.ask(soon, asks * count, begin // _HEADS * vectors + v, asking)
+                        e.ask(soon, asks * together, begin // _HEADS * vectors + v, asking)
                         parts = [e.fields(e.integers(e.add(x, v * LINE)), bits) for x in here]
                         for f in range(fields):
                             c = (v * fields + f) * 4
-                            for g in heads:
-                                query = e.integer(e.add(planes, g * size + c))
+                            for g, p in ((g, p) for g in heads for p in range(_PLANES)):
+                                query = e.integer(e.add(planes, (p * group + g) * size + c))
                                 for t in tiles:
-                                    high[t, g] = e.dot(high[t, g], parts[t][f], query)
-                                query = e.integer(e.add(planes, (group + g) * size + c))
-                                for t in tiles:
-                                    low[t, g] = e.dot(low[t, g], parts[t][f], query)
+                                    kept[t, g][p] = e.dot(kept[t, g][p], parts[t][f], query)
                     for t in tiles:
                         if not by_channel:
                             offset = e.times(e.add(first, t), 2 * LANES)
@@ -146,7 +147,7 @@ def make_scores(
                         for g in heads:
                             line = e.add(aux, (g * blocks + k) * 3 * LINE)
                             correction = e.integers(e.add(line, LINE))
-                            x = e.centered(high[t, g], low[t, g], correction, bool(center2 % 2))
+                            x = e.centered(kept[t, g], correction, bool(center2 % 2))
                             unit, base = e.load(line), e.load(e.add(line, 2 * LINE))
                             if by_channel:
                                 result[t, g] = e.fma(x, unit, base)
@@ -159,7 +160,7 @@ def make_scores(
                     e.store(result[t, g], e.add(to, place))
 
         def generate(context, builder, signature, arguments):
-            e = Codes(builder, False)
+            e = Codes(builder, _PLANES)
             tiles = arguments[1]
             whole = builder.sdiv(tiles, e.whole(_TILES))
             with e.loop(whole) as i:
@@ -182,14 +183,21 @@ def panels(size: int, group: int, block: int) -> list[tuple[range, int]]:
 
 
 def make_sums(
-    bits: int, size: int, group: int, block: int, center2: int, page_size: int, asks: int
+    bits: int,
+    size: int,
+    group: int,
+    block: int,
+    center2: int,
+    page_size: int,
+    count: int,
+    asks: int,
 ) -> Any:
     """``sums(codes, first, last, planes, aux, to, ahead)``: weighted values join the sums.
 
     Shapes:
         codes:       (size / 16) tiles of 16 elements, of V
         first, last: vectors of a tile that have tokens with a weight
-        planes, aux: as ``weights`` leaves them, rows of ``page_size``
+        planes, aux: as ``weights`` leaves them, rows of ``page_size``, ``count`` planes
         to:          (group, size) float32
         ahead:       address of what is read next: each vector that is read asks for ``asks`` lines
     """
@@ -205,7 +213,7 @@ def make_sums(
             builder = e.builder
             codes, first, last, planes, aux, to, ahead = arguments
             heads, k = range(begin, min(group, begin + _HEADS)), columns[0] * LANES // block
-            keys = [(p, g, c) for p in range(2) for g in heads for c in columns]
+            keys = [(p, g, c) for p in range(count) for g in heads for c in columns]
             kept = {key: cgutils.alloca_once_value(builder, e.ints(0)) for key in keys}
             with e.loop(builder.sub(last, first)) as j:
                 v = e.add(first, j)
@@ -217,11 +225,11 @@ def make_sums(
                     parts[c] = e.fields(e.integers(e.add(codes, at)), bits)
                 for f in range(fields):
                     token = e.add(e.times(v, 4 * fields), 4 * f)
-                    for p, g in ((p, g) for p in range(2) for g in heads):
-                        row = ((2 * k + p) * group + g) * page_size
+                    for p, g in ((p, g) for p in range(count) for g in heads):
+                        row = ((count * k + p) * group + g) * page_size
                         weight = e.integer(e.add(planes, e.add(token, row)))
                         for c in columns:
-                            now[p, g, c] = e.dot(now[p, g, c], parts[c][f], weight)
+                            now[p, g, c] = e.times_codes(now[p, g, c], parts[c][f], weight)
                 for key, place in kept.items():
                     builder.store(now[key], place)
             for g in heads:
@@ -229,14 +237,14 @@ def make_sums(
                 shrink, unit = e.load(e.add(aux, g * LINE)), e.load(line)
                 correction, middle = e.integers(e.add(line, LINE)), e.load(e.add(line, 2 * LINE))
                 for c in columns:
-                    high, low = (builder.load(kept[p, g, c]) for p in range(2))
-                    x = e.centered(high, low, correction, bool(center2 % 2))
+                    totals = [builder.load(kept[p, g, c]) for p in range(count)]
+                    x = e.centered(totals, correction, bool(center2 % 2))
                     place = e.add(to, (g * size + c * LANES) * 4)
                     x = e.fma(e.load(place), shrink, e.fma(x, unit, middle))
                     e.store(x, place)
 
         def generate(context, builder, signature, arguments):
-            e = Codes(builder, False)
+            e = Codes(builder, count)
             for number, (columns, begin) in enumerate(panels(size, group, block)):
                 panel(e, columns, begin, arguments, number)
             return context.get_dummy_value()

@@ -1,4 +1,4 @@
-"""Softmax over a page of integer codes: scores become weights that are integers of two planes."""
+"""Softmax over a page of integer codes: scores become weights that are integers in planes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ _I = types.int64
 
 
 def make_weights(
-    size: int, group: int, block: int, center2: int, affine: bool, row: int, asks: int
+    size: int,
+    group: int,
+    block: int,
+    center2: int,
+    affine: bool,
+    row: int,
+    count: int,
+    asks: int,
 ) -> Any:
     """``weights(scores, tiles, first, last, states, scales, step, midpoint, planes, aux, ...)``.
 
@@ -28,7 +35,7 @@ def make_weights(
         scores:  (tiles, group, 16) float32, overwritten
         states:  (group, 2) float32: largest score, sum of weights
         scales:  float16 of the first token, blocks ``step`` bytes apart
-        planes:  (blocks, 2, group, row) int8: high, low
+        planes:  (blocks, count, group, row): one of uint8, or two of int8, the high one first
         aux:     (group) lines of factors for older sums, then (group, blocks, 3) lines: unit,
                  correction (int32), sum of weights times midpoints
         soon, later: addresses of what is read next: each tile asks for ``asks`` lines of both
@@ -39,7 +46,7 @@ def make_weights(
     def weights(typing_context, scores, tiles, first, last, states, scales, step, midpoint,
                 planes, aux, soon, later):  # fmt: skip
         def generate(context, builder, signature, arguments):
-            e = Codes(builder, False)
+            e = Codes(builder, count)
             scores, tiles, first, last, states, scales, step, midpoint, *rest = arguments
             planes, aux, soon, later = rest
             heads, zero, lowest = range(group), e.constant(0.0), e.constant(float(LOWEST))
@@ -119,8 +126,9 @@ def make_weights(
                         x = builder.fmul(e.load(place(i, g)), factor[g])
                         whole = e.rounded(builder.fmul(x, d_k))
                         update(sums[g, k], lambda t, w=whole: builder.add(t, w))
-                        high = e.add(planes, e.add(e.times(i, LANES), (2 * k * group + g) * row))
-                        e.store_planes(whole, high, e.add(high, group * row))
+                        row_at = (count * k * group + g) * row
+                        at = e.add(planes, e.add(e.times(i, LANES), row_at))
+                        e.store_planes(whole, at, group * row)
             for g in heads:
                 for k in range(blocks):
                     line = e.add(aux, (group + (g * blocks + k) * 3) * LINE)

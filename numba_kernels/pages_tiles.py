@@ -19,18 +19,19 @@ from onnx_inplace.numba_kernels.pages_tile_parts import make_fold, make_scores, 
 from onnx_inplace.numba_kernels.pages_tile_weights import make_weights
 
 # RUN: tokens that share the scales of channels of K; 0: K has scales of tokens.
-# KEYS, VALUES: elements of a token that share a scale. CENTER: twice the code of the midpoint.
-BITS, RUN, KEYS, VALUES, CENTER, SIZE, PAGE, GROUP = 4, 64, 64, 64, 15, 64, 64, 3  # specialised
+# K, V: elements of a token that share a scale. CENTER: twice the code of the midpoint.
+# PLANES: of 8 bits, of weights; queries have two.
+BITS, RUN, K, V, CENTER, SIZE, PAGE, GROUP, PLANES = 4, 64, 64, 64, 15, 64, 64, 3, 2  # specialised
 
 LOG2_E = np.float32(1.4426950408889634)
 AFFINE = CENTER % 2 == 1
 FIELDS = 8 // BITS
-VALUE_BLOCKS = -(-SIZE // VALUES)
-KEY_BLOCK = SIZE if RUN else KEYS
+VALUE_BLOCKS = -(-SIZE // V)
+KEY_BLOCK = SIZE if RUN else K
 KEY_PLANES = 2 * GROUP * SIZE
 KEY_AUX = GROUP * -(-SIZE // KEY_BLOCK) * 3 * LINE
 SCORES = PAGE * GROUP * 4
-VALUE_PLANES = VALUE_BLOCKS * 2 * GROUP * PAGE
+VALUE_PLANES = VALUE_BLOCKS * PLANES * GROUP * PAGE
 VALUE_AUX = GROUP * (1 + 3 * VALUE_BLOCKS) * LINE
 SCRATCH = KEY_PLANES + KEY_AUX + SCORES + VALUE_PLANES + VALUE_AUX + SIZE * 4 + LINE
 PREPARED = KEY_PLANES + KEY_AUX + LINE
@@ -39,15 +40,15 @@ PREPARED = KEY_PLANES + KEY_AUX + LINE
 # a third of the next V, sums for the rest of that. Numbers are lines for each step of a loop.
 LINES = PAGE * SIZE * BITS // 8 * 9 // 8 // LINE + 1  # of a half with its scales
 TILES = PAGE // 16
-VECTORS = PAGE // (4 * FIELDS) * len(panels(SIZE, GROUP, VALUES))
+VECTORS = PAGE // (4 * FIELDS) * len(panels(SIZE, GROUP, V))
 KEY_ASKS = -(-LINES * 2 // (3 * TILES))
 WEIGHT_ASKS = -(-LINES // (3 * TILES))
 VALUE_ASKS = -(-LINES * 2 // (3 * VECTORS))
 
 fold = make_fold(SIZE, GROUP, KEY_BLOCK, CENTER, RUN > 0)
 scores = make_scores(BITS, SIZE, GROUP, KEY_BLOCK, CENTER, RUN > 0, AFFINE, KEY_ASKS)
-weights = make_weights(SIZE, GROUP, VALUES, CENTER, AFFINE, PAGE, WEIGHT_ASKS)
-sums = make_sums(BITS, SIZE, GROUP, VALUES, CENTER, PAGE, VALUE_ASKS)
+weights = make_weights(SIZE, GROUP, V, CENTER, AFFINE, PAGE, PLANES, WEIGHT_ASKS)
+sums = make_sums(BITS, SIZE, GROUP, V, CENTER, PAGE, PLANES, VALUE_ASKS)
 
 
 @njit

@@ -18,6 +18,7 @@ from onnx_inplace.compiler.paged_types import PageType
 from onnx_inplace.numba_kernels import invoke, pages_attention, pages_kernels, pages_table
 from onnx_inplace.numba_kernels.layout import bits
 from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.numba_kernels.pages_kernels import Accuracy
 from onnx_inplace.runner import threads, workspace
 from onnx_inplace.runner.actions import Action, Array, Settings, Slots, result, reusable
 from onnx_inplace.runner.attend import KINDS, PARALLEL, SHORTEST_SPLIT, Calls, Known, known_dim
@@ -33,6 +34,7 @@ class Options(NamedTuple):
     left: int
     scale: float | None
     softcap: float
+    accuracy: Accuracy
 
     @classmethod
     def of(cls, attributes: Mapping[str, Any]) -> Options:
@@ -43,6 +45,7 @@ class Options(NamedTuple):
             attributes.get("left_window_size", -1),
             None if scale is None else float(scale),
             float(attributes.get("softcap", 0.0)),
+            Accuracy(attributes.get("accuracy_level", 0)),
         )
 
 
@@ -61,7 +64,7 @@ def paged_attention(step: steps.Kernel, settings: Settings) -> Action:
     reuse, calls = reusable(step, output), Calls[_Call]()
     query_value, cache_value = step.values.get(query_slot), step.values.get(cache_slot)
     pages = None if cache_value is None else cache_value.pages
-    fast = compile_known(query_value, pages, portable=settings.portable)
+    fast = compile_known(query_value, pages, options.accuracy, portable=settings.portable)
     invoke.invoke.ready()
     if settings.threads > 1:
         invoke.invoke_parallel.ready()
@@ -93,7 +96,9 @@ def _present(step: steps.Kernel) -> list[int]:
     return found
 
 
-def compile_known(query: Known | None, pages: PageType | None, *, portable: bool) -> bool:
+def compile_known(
+    query: Known | None, pages: PageType | None, accuracy: Accuracy, *, portable: bool
+) -> bool:
     """Compile the kernels of attention, so that nothing is compiled in the middle of a run.
 
     Returns:
@@ -106,7 +111,7 @@ def compile_known(query: Known | None, pages: PageType | None, *, portable: bool
     fast = not portable and heads is not None and len(sizes) == 4
     if fast and pages is not None and heads is not None:
         known = Codec(sizes, pages.formats).descriptions
-        pages_kernels.ready(known, heads // sizes[1])
+        pages_kernels.ready(known, heads // sizes[1], accuracy=accuracy)
     else:
         pages_kernels.ready(np.empty((0, 1), np.int64), 1, portable=True)
     return fast
@@ -154,7 +159,8 @@ class _Call:
     ):
         batch, blocks = places.shape
         x = layout_of(store, query, query, batch, blocks, options)
-        self._kernels = pages_kernels.ready(store.codec.descriptions, x.group, portable=not fast)
+        known, accuracy = store.codec.descriptions, options.accuracy
+        self._kernels = pages_kernels.ready(known, x.group, portable=not fast, accuracy=accuracy)
         layout, self._page_kernels = self._kernels.choose(x)
         self._layout, self._array = layout, np.array(layout, np.int64)
         self._workers = workers

@@ -15,6 +15,7 @@ from onnx_inplace.numba_kernels import (
 )
 from onnx_inplace.numba_kernels.layout import bits
 from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.numba_kernels.pages_kernels import Accuracy
 from onnx_inplace.runner.page_description import describe
 
 GUARD = 256  # bytes before and behind each page
@@ -109,14 +110,14 @@ class Table:
 
     def attend(
         self, query, blocks, lengths, *, causal=True, left=-1, scale=None, softcap=0.0,
-        sinks=None, splits=1, workers=1, portable=False,
+        sinks=None, splits=1, workers=1, portable=False, accuracy=Accuracy.PRECISE,
     ):  # fmt: skip
         """Attention of ``query`` (batch, heads, tokens, size), like ``oracle``."""
         blocks = np.atleast_2d(np.asarray(blocks, np.int64))
         lengths = np.atleast_1d(np.asarray(lengths, np.int64))
         batch, heads, count, size = query.shape
         group = heads // self.dims[1]
-        ready = pages_kernels.ready(self.descriptions, group, portable)
+        ready = pages_kernels.ready(self.descriptions, group, portable, accuracy)
         output = np.empty_like(query)
         kind = KINDS[query.dtype]
         x = pages_attention.PagesLayout(

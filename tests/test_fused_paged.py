@@ -23,7 +23,9 @@ WEIGHTS = [matrix(WIDTH) for _ in range(2 * LAYERS)]
 WEIGHTS_KV = [matrix(2 * HEADS * SIZE) for _ in range(LAYERS)]
 
 
-def decoder(created: str | None = "FLOAT16", *, batch: int = 1, rows: bool = False):
+def decoder(
+    created: str | None = "FLOAT16", *, batch: int = 1, rows: bool = False, accuracy: int = 0
+):
     """Rows of numbers -> rows of numbers, over LAYERS paged caches with one block table."""
     Caches = tuple[(Mutable[Paged[FLOAT[2, HEADS, PAGE, SIZE]]],) * LAYERS]
     Ids = INT64[batch, "blocks"] if rows else INT64["blocks"]
@@ -40,9 +42,8 @@ def decoder(created: str | None = "FLOAT16", *, batch: int = 1, rows: bool = Fal
             both = op.Transpose(op.Reshape(both, [0, 0, 2, HEADS, SIZE]), perm=[2, 0, 3, 1, 4])
             values = both if rows else op.Squeeze(both, [1])
             new = kv.PagedCacheUpdate(cache, table, values, position, quantized_type=created)
-            h = kv.PagedAttention(
-                op.Transpose(query, perm=[0, 2, 1, 3]), new, table, length, is_causal=1
-            )
+            query = op.Transpose(query, perm=[0, 2, 1, 3])
+            h = kv.PagedAttention(query, new, table, length, is_causal=1, accuracy_level=accuracy)
             h = op.Reshape(op.Transpose(h, perm=[0, 2, 1, 3]), [0, 0, WIDTH])
             x = x + op.MatMul(h, weight(WEIGHTS[LAYERS + k], f"o{k}"))
             updated.append(new)
@@ -151,6 +152,27 @@ def test_threads_do_not_change_a_byte(kind):
     assert {k: c.snapshot() for k, c in first.items()} == {
         k: c.snapshot() for k, c in second.items()
     }
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_accuracy_level_means_the_same_in_a_fused_step(threads):
+    table, precise = np.arange(12), decoder("INT8")
+    fast = decoder("INT8", accuracy=4)
+    made = run(precise, "off", steps([300], table))[1]
+    for cache in made.values():
+        for page in range(8):
+            cache.convert(page, "INT4")
+    work = steps([1], table, start=300)
+    by = {
+        (program, fuse): run(program, fuse, work, threads=threads, caches=made)[0][0]
+        for program in (precise, fast)
+        for fuse in ("off", "auto")
+    }
+    largest = np.abs(by[precise, "off"]).max()
+    away = {key: np.abs(out - by[precise, "off"]).max() / largest for key, out in by.items()}
+    assert away[precise, "auto"] < 1e-5
+    assert 1e-4 < away[fast, "off"] < 3e-2
+    assert np.abs(by[fast, "auto"] - by[fast, "off"]).max() < 1e-5 * largest
 
 
 def test_pages_may_move_and_change_their_format_between_runs():

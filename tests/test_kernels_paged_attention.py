@@ -7,12 +7,14 @@ from paged_tables import FORMATS, Table, oracle
 
 from onnx_inplace.compiler import formats
 from onnx_inplace.numba_kernels import cpu
+from onnx_inplace.numba_kernels.pages_kernels import Accuracy
 
 pytestmark = pytest.mark.kernel
 
 NAMES = [f.name for f in FORMATS]
 PRECISE = 5e-6  # of the largest output: float32 sums
 INTEGERS = 3e-4  # queries and weights of 16 bits
+FAST = 3e-2  # weights of 8 bits
 BYTES = 8e-3  # 8-bit floats where the CPU computes in float16, outliers included; else as PRECISE
 SHAPES = [(2, 1, 64, 64), (2, 4, 64, 64), (1, 3, 32, 96), (2, 2, 128, 80), (1, 5, 256, 128)]
 """(kv heads, group, page size, head size)"""
@@ -112,20 +114,55 @@ def test_every_code_of_8_bits_is_read_as_what_it_is(name):
         np.testing.assert_array_equal(out[0, 2, 0].astype(np.float64), numbers[token])
 
 
-@pytest.mark.parametrize(
-    "name", ["FLOAT16", "FP8_E4M3", "FP8_E5M2", "INT8", "INT4", "INT4T", "INT2"]
-)
-def test_outliers_cost_no_more_than_the_stated_error(name):
-    rng = np.random.default_rng(8)
-    table = Table((2, 2, 64, 64), [name] * 8, [formats.BUILTIN[name]])
-    x = rng.standard_normal((2, 2, 500, 64)).astype(np.float32)
+def with_outliers(name, group=4, page_size=64, size=64):
+    """8 pages but for some tokens, a query, and attention in float64."""
+    rng, length = np.random.default_rng(8), 8 * page_size - 12
+    table = Table((2, 2, page_size, size), [name] * 8, [formats.BUILTIN[name]])
+    x = rng.standard_normal((2, 2, length, size)).astype(np.float32)
     x[0, :, :, 5] *= 30  # a channel of K
     x[1, :, 17] *= 30  # a token of V
     x[0, :, 0] *= 4  # a sink
     table.write([np.arange(8)], x, 0)
-    q = queries(rng, 1, 8, 1, 64)
-    out = table.attend(q, [np.arange(8)], [500])
-    check(out, oracle(table, q, [np.arange(8)], [500]), fast_tolerance(name))
+    q = queries(rng, 1, 2 * group, 1, size)
+    return table, q, length, oracle(table, q, [np.arange(8)], [length])
+
+
+@pytest.mark.parametrize(
+    "name", ["FLOAT16", "FP8_E4M3", "FP8_E5M2", "INT8", "INT4", "INT4T", "INT2"]
+)
+def test_outliers_cost_no_more_than_the_stated_error(name):
+    table, q, length, expected = with_outliers(name)
+    check(table.attend(q, [np.arange(8)], [length]), expected, fast_tolerance(name))
+
+
+@pytest.mark.parametrize("shape", [(4, 64, 64), (3, 128, 128), (1, 32, 96)], ids=str)
+@pytest.mark.parametrize("name", ["INT4", "INT4T", "INT2"])
+def test_weights_of_8_bits_cost_the_error_that_is_stated(name, shape):
+    table, q, length, expected = with_outliers(name, *shape)
+    out = table.attend(q, [np.arange(8)], [length], accuracy=Accuracy.BYTES)
+    check(out, expected, FAST)
+    with pytest.raises(AssertionError):  # else nothing was gained
+        check(out, expected, INTEGERS)
+
+
+@pytest.mark.parametrize("name", ["FLOAT16", "FP8_E4M3", "INT8"])
+def test_formats_of_8_bits_and_more_ignore_that_less_accuracy_is_allowed(name):
+    table, q, length, _ = with_outliers(name)
+    found = [table.attend(q, [np.arange(8)], [length], accuracy=level) for level in Accuracy]
+    assert np.array_equal(*found)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"left": 40}, {"softcap": 2.0}], ids=str)
+def test_a_mixture_with_weights_of_8_bits(options, workers):
+    rng = np.random.default_rng(2)
+    lengths = [90, 64 * 9, 131]
+    table, blocks = fill(rng, rng.permutation(NAMES * 3), (2, 2, 64, 64), lengths)
+    q = queries(rng, 3, 6, 1, 64)
+    found = table.attend(
+        q, blocks, lengths, splits=3, workers=workers, accuracy=Accuracy.BYTES, **options
+    )
+    check(found, oracle(table, q, blocks, lengths, **options), FAST)
 
 
 @both_paths

@@ -328,6 +328,11 @@ def program(c: Pages, t: INT64["b"], q: FLOAT[1, 3, "n", 64], l: P) -> FLOAT[...
 def program(c: Pages, t: INT64["b"], q: FLOAT[2, 2, "n", 64], l: P) -> FLOAT[...]:
     return kv.PagedAttention(q, c, t, l)  # E102
 """,
+    "an accuracy that nobody computes with": """
+@model
+def program(c: Pages, t: INT64["b"], q: FLOAT[1, 2, "n", 64], l: P) -> FLOAT[...]:
+    return kv.PagedAttention(q, c, t, l, accuracy_level=1)  # E102
+""",
     "more tokens than a page has": """
 @model
 def program(c: Mutable[Pages], x: FLOAT16[2, 2, 33, 64], p: P) -> Alias["c"]:

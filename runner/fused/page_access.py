@@ -157,7 +157,8 @@ class Reading(Access):
         query, output = self._arrays
         blocks = self._rows.shape[1]
         x = layout_of(store, query, output, self.batch, blocks, self._options)
-        found = pages_kernels.ready(store.codec.descriptions, x.group, self._limits.portable)
+        known, portable = store.codec.descriptions, self._limits.portable
+        found = pages_kernels.ready(known, x.group, portable, self._options.accuracy)
         layout, self._kernels = found.choose(x)
         size = pages_attention.workspace_size(layout, self._limits.splits, self._limits.threads)
         if self._space.size < size:

@@ -59,7 +59,8 @@ def _kernels(loading: Loading, o: Operation) -> Iterator[OnDemand]:
     """Those for every format that pages may have, where their sizes are known."""
     query, cache = (loading.value(k) for k in o.inputs[:2])
     pages_ = None if cache is None else cache.pages
-    operators_paged_attention.compile_known(query, pages_, portable=loading.portable)
+    accuracy = operators_paged_attention.Options.of(o.attributes).accuracy
+    operators_paged_attention.compile_known(query, pages_, accuracy, portable=loading.portable)
     yield from (kernels.begin, kernels.attend)
 
 
