@@ -7,7 +7,7 @@ vector of 16 lanes holds the scores of ``16 // lanes`` tokens for each head: lan
 Rows of a tile come from ``STREAMS`` places: row r is ``r // STREAMS`` rows of the cache (``down``
 bytes each) behind the one ``r % STREAMS`` times ``across`` bytes behind the first. Each place is a
 stream of its own for the CPU's prefetcher, which stops at the end of each 4 KiB: with one stream of
-keys and one of values a core waits there, with four of each it has other requests under way.
+keys and one of values a core waits there, with several of each it has other requests under way.
 
 Scores are in base 2: the caller has multiplied the queries by log2(e).
 """
@@ -26,7 +26,7 @@ from onnx_inplace.numba_kernels.layout import LOWEST
 from onnx_inplace.numba_kernels.vector import LANES, VECTOR, Emitter, Value
 
 TILE = 32  # tokens of one pass through the three loops: best of 16 to 256
-STREAMS = 4  # best of 1 to 16
+STREAMS = 8  # of 1 to 16, for caches that are in no cache of the CPU
 _REGISTERS = 16  # accumulators that are kept at once
 _HEADS = 8  # heads that share each load of the values
 _TOGETHER = 4  # keys that share each load of the queries
@@ -81,7 +81,7 @@ def make_scores(kind: int, size: int, group: int) -> Any:
                         for at in range(offset, offset + width * LANES * SIZES[kind], LANES):
                             if at % _LINE == 0:
                                 for i in near:
-                                    e.prefetch(e.add(e.add(rows[i], ahead), at))
+                                    e.prefetch(e.add(e.add(rows[i], ahead), at), near=True)
                         key = [e.load_row(e.add(rows[i], offset), width, kind) for i in near]
                         for head, v in itertools.product(range(group), range(width)):
                             query = e.load(e.add(queries, (head * size + c + v * LANES) * 4))
@@ -193,7 +193,7 @@ def make_gather(kind: int, size: int, group: int) -> Any:
                     value = _row(e, values, down, across, token)
                     for c in columns if heads.start == 0 else ():
                         if c * SIZES[kind] % _LINE == 0:
-                            e.prefetch(e.add(e.add(value, ahead), c * SIZES[kind]))
+                            e.prefetch(e.add(e.add(value, ahead), c * SIZES[kind]), near=True)
                     begin = e.add(value, columns.start * SIZES[kind])
                     parts = dict(zip(columns, e.load_row(begin, len(columns), kind), strict=True))
                     for h in heads:
