@@ -11,25 +11,29 @@ from onnx_inplace.runner import threads as policy
 COLD = 320 << 20
 """Bytes that are read between two calls: more than the caches of the CPUs that this ran on."""
 
-_LANES = 4096  # int64 elements of a block: one thread reads whole blocks, neighbours in turn
+_LANES = 1024  # int64 elements of a block: one thread reads whole blocks, neighbours in turn
 
 
 @numba.njit(parallel=True, cache=True, nogil=True)
 def _total(data):
-    """Sum of (blocks, lanes) int64; each thread reads a stretch of it."""
+    """Sum of (4, blocks, lanes) int64; each thread reads a stretch of each of the four.
+
+    Prefetchers stop at the end of each 4 KiB: one stream a thread would wait there, and read less
+    than the machine can.
+    """
     total = 0
-    for block in numba.prange(data.shape[0]):
-        row = data[block]
+    for block in numba.prange(data.shape[1]):
+        a, b, c, d = data[0, block], data[1, block], data[2, block], data[3, block]
         part = 0
-        for lane in range(row.shape[0]):
-            part += row[lane]
+        for lane in range(a.shape[0]):
+            part += a[lane] + b[lane] + c[lane] + d[lane]
         total += part
     return total
 
 
 def reading(nbytes: int, threads: int) -> tuple[Call, int]:
     """A call that reads memory once on ``threads`` threads, and the bytes that it reads."""
-    data = np.ones((max(1, nbytes // 8 // _LANES), _LANES), np.int64)
+    data = np.ones((4, max(1, nbytes // 32 // _LANES), _LANES), np.int64)
 
     def read() -> None:
         with policy.region(threads):
