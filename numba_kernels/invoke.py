@@ -24,7 +24,9 @@ SIGNATURE = "void(" + ",".join(["int64"] * 11) + ")"
 
 
 @intrinsic
-def _call(typing_context, function, arguments):
+def call_kernel(typing_context, function, arguments):
+    """Call the kernel at an address."""
+
     def generate(context, builder, signature, values):
         kernel = ir.FunctionType(ir.VoidType(), [_INT] * _ARGUMENTS).as_pointer()
         inputs = [builder.extract_value(values[1], k) for k in range(_ARGUMENTS)]
@@ -37,7 +39,9 @@ def _call(typing_context, function, arguments):
 @on_demand(SIGNATURE)
 def invoke(function, layout, query, key, value, output, lengths, mask, sinks, space, workers):
     """Run ``function`` on the calling thread, as the first of ``workers``."""
-    _call(function, (layout, query, key, value, output, lengths, mask, sinks, space, 0, workers))
+    call_kernel(
+        function, (layout, query, key, value, output, lengths, mask, sinks, space, 0, workers)
+    )
 
 
 @on_demand("void(" + ",".join(["int64"] * 8) + ")")
@@ -51,7 +55,7 @@ def invoke_arrays(function, layout, query, key, value, output, lengths, space):
     store_int64(workspace + 8, 1)
     query, key, value = load_int64(query), load_int64(key), load_int64(value)
     output, lengths = load_int64(output), load_int64(lengths)
-    _call(function, (layout, query, key, value, output, lengths, 0, 0, workspace, 0, 1))
+    call_kernel(function, (layout, query, key, value, output, lengths, 0, 0, workspace, 0, 1))
 
 
 @on_demand(SIGNATURE, parallel=True)
@@ -61,4 +65,4 @@ def invoke_parallel(
     """Run ``function`` on ``workers`` threads."""
     for worker in prange(workers):
         places = (layout, query, key, value, output, lengths, mask, sinks, space, worker, workers)
-        _call(function, places)
+        call_kernel(function, places)

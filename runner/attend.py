@@ -29,7 +29,7 @@ from onnx_inplace.numba_kernels import (
     vector,
 )
 from onnx_inplace.numba_kernels.memory import FIELD, OnDemand, address
-from onnx_inplace.runner import threads
+from onnx_inplace.runner import team, threads
 from onnx_inplace.runner.actions import Array, Settings
 
 KINDS: dict[np.dtype[Any], int] = {
@@ -39,9 +39,9 @@ KINDS: dict[np.dtype[Any], int] = {
 }
 """Element types that kernels read and write."""
 
-PARALLEL = 1 << 22
-"""Products of elements from which a second thread pays, that sleeps before: 7,300 tokens of 9 heads
-of 64, 1,000 of 32 heads of 128 (``benchmarks/crossover.py``)."""
+PARALLEL = 1 << 21
+"""Products of elements from which a second thread pays, that sleeps before: 3,600 tokens of 9 heads
+of 64, 500 of 32 heads of 128 (``benchmarks/crossover.py``)."""
 
 SHORTEST_SPLIT = 256  # tokens
 
@@ -116,7 +116,7 @@ class Kernels:
         self.threads, self.shape = settings.threads, shape
         self.serial = invoke.invoke.ready()
         self.serial_arrays = invoke.invoke_arrays.ready()
-        self.parallel = invoke.invoke_parallel.ready() if settings.threads > 1 else None
+        team.ready(settings.threads)
         self.portable: int = attention.attend.ready().address
         self.decode: types.ModuleType | None = None
         self.prefill: types.ModuleType | None = None
@@ -163,9 +163,7 @@ class Call:
         self._kernels, self._serial = kernels, kernels.serial
         self._serial_arrays = kernels.serial_arrays
         self._products = p.batch * p.heads * p.tokens * p.head_size
-        self._long = (
-            PARALLEL // max(self._products, 1) if kernels.parallel is not None else p.capacity
-        )
+        self._long = PARALLEL // max(self._products, 1) if kernels.threads > 1 else p.capacity
         fits = kernels.shape.fits(p)
         self._decode = kernels.decode if fits and p.tokens == 1 else None
         self._prefill = kernels.prefill if fits else None
@@ -175,6 +173,7 @@ class Call:
             self._kernel = self._prefill.attend.ready().address
         else:
             self._kernel = kernels.portable
+        self._merge: int = 0 if self._decode is None else self._decode.merge.ready().address
         self._policy = _policies[self._kernel]
         self._workspace = self._words(1, 1)
 
@@ -254,19 +253,14 @@ class Call:
         return max(1, min(longest // SHORTEST_SPLIT, -(-4 * self._kernels.threads // rows)))
 
     def _run(self, places: tuple[int, ...], splits: int, workers: int) -> None:
-        kernels, alone = self._kernels, workers == 1 and splits == 1
+        alone = workers == 1 and splits == 1
         words = self._workspace if alone else self._words(workers, splits)
         workspace = np.empty(words, np.int64)
         workspace[0], workspace[1] = 0, splits  # items that are done, splits
         if workers == 1:
             self._serial(self._kernel, *places, address(workspace), 1)
             return
-        assert kernels.parallel is not None
-        with threads.region(workers):
-            kernels.parallel(self._kernel, *places, address(workspace), workers)
-        if self._decode is not None:
-            merge = self._decode.merge.ready().address
-            self._serial(merge, *places, address(workspace), workers)
+        team.run(self._kernel, (*places, address(workspace)), workers, self._merge)
 
 
 class Calls(Generic[T]):

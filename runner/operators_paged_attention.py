@@ -19,7 +19,7 @@ from onnx_inplace.numba_kernels import invoke, pages_attention, pages_kernels, p
 from onnx_inplace.numba_kernels.layout import bits
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.numba_kernels.pages_kernels import Accuracy
-from onnx_inplace.runner import threads, workspace
+from onnx_inplace.runner import team, threads, workspace
 from onnx_inplace.runner.actions import Action, Array, Settings, Slots, result, reusable
 from onnx_inplace.runner.attend import KINDS, PARALLEL, SHORTEST_SPLIT, Calls, Known, known_dim
 from onnx_inplace.runner.page_codec import Codec
@@ -65,9 +65,7 @@ def paged_attention(step: steps.Kernel, settings: Settings) -> Action:
     query_value, cache_value = step.values.get(query_slot), step.values.get(cache_slot)
     pages = None if cache_value is None else cache_value.pages
     fast = compile_known(query_value, pages, options.accuracy, portable=settings.portable)
-    invoke.invoke.ready()
-    if settings.threads > 1:
-        invoke.invoke_parallel.ready()
+    team.ready(settings.threads)
 
     def act(slots: Slots) -> None:
         query, store = slots[query_slot], slots[cache_slot].store
@@ -218,10 +216,8 @@ class _Call:
         if workers == 1:
             invoke.invoke.ready()(self._kernels.attend, *arguments)
             return
-        with threads.region(workers):
-            invoke.invoke_parallel.ready()(self._kernels.attend, *arguments)
-        if splits > 1:
-            invoke.invoke.ready()(self._kernels.merge, *arguments)
+        then = self._kernels.merge if splits > 1 else 0
+        team.run(self._kernels.attend, arguments[:-1], workers, then)
 
 
 _NEVER = 2**63

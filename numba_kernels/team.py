@@ -1,0 +1,184 @@
+"""Threads that help with a kernel if they come in time: nobody waits for one that is late.
+
+A parallel region of OpenMP ends when all of its threads have come, and to wake one takes as long as
+half of the tokens of a decoder's layer do. Here the caller opens a job, posts a semaphore and
+begins. A helper that wakes up while the job is open enters it; when the caller finds nothing more
+to do, it closes the job, does the parts of those who have not come, and waits only for those who
+are in. Kernels share their work out by a counter: such a part is empty where others have been
+faster.
+
+A team is words of int64 that ``Words`` describes. One caller at a time may use it.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from onnx_inplace.numba_kernels.fused.barrier import SPINS, give_way, load_shared, pause
+from onnx_inplace.numba_kernels.invoke import call_kernel
+from onnx_inplace.numba_kernels.memory import (
+    fetch_add,
+    kernel,
+    load_int64,
+    on_demand,
+    store_int64,
+)
+
+_INT = ir.IntType(64)
+
+
+class Words(enum.IntEnum):
+    """Places of a team, in int64. What many threads write has a cache line of its own."""
+
+    STATE = 0
+    """Helpers in the job, helpers that have entered it, workers; no workers: it is closed."""
+    JOB = 8
+    """Kernel and arguments up to the workspace; see ``invoke.invoke``."""
+    WAIT = 18
+    """Address of the C function that waits for a semaphore: 0, or else it was interrupted."""
+    POST = 19
+    """Address of the C function that posts one."""
+    OWNER = 24
+    """1 while a caller has the team."""
+    CORE = 25
+    """The core that the caller was on when it opened the job."""
+    CROWDED = 26
+    """1 when a helper has entered on that core: it took turns with the caller."""
+    SEMAPHORE = 32
+    """Posted once for each helper that is asked for."""
+    END = 40
+
+
+_ENTERED, _WORKERS = 16, 32  # bits of the state below them
+_COUNT = (1 << 16) - 1
+
+
+@intrinsic
+def _swap_if(typing_context, place, expected, value):
+    """Write an int64 that threads share where it is as expected; whether it was."""
+
+    def generate(context, builder, signature, arguments):
+        pointer = builder.inttoptr(arguments[0], _INT.as_pointer())
+        found = builder.cmpxchg(pointer, arguments[1], arguments[2], "seq_cst", "seq_cst")
+        return builder.zext(builder.extract_value(found, 1), _INT)
+
+    return types.int64(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def _call_c(typing_context, function, argument):
+    """Call the C function ``int(void *)`` at an address."""
+
+    def generate(context, builder, signature, arguments):
+        pointer = ir.FunctionType(ir.IntType(32), [_INT]).as_pointer()
+        found = builder.call(builder.inttoptr(arguments[0], pointer), [arguments[1]])
+        return builder.sext(found, _INT)
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def _core(typing_context):
+    """The number of the core that this thread is on."""
+
+    def generate(context, builder, signature, arguments):
+        kind = ir.FunctionType(ir.IntType(32), [])
+        function = cgutils.get_or_insert_function(builder.module, kind, "sched_getcpu")
+        return builder.sext(builder.call(function, []), _INT)
+
+    return types.int64(), generate
+
+
+@njit
+def _enter(state):
+    """(number of the calling helper, workers); number 0: it is late, or others are enough."""
+    while True:
+        found = load_shared(state)
+        entered, workers = found >> _ENTERED & _COUNT, found >> _WORKERS
+        if entered + 1 >= workers:
+            return 0, 0
+        if _swap_if(state, found, found + (1 << _ENTERED) + 1):
+            return entered + 1, workers
+
+
+@njit
+def _work(job, worker, workers):
+    places = (
+        load_int64(job + 8), load_int64(job + 16), load_int64(job + 24), load_int64(job + 32),
+        load_int64(job + 40), load_int64(job + 48), load_int64(job + 56), load_int64(job + 64),
+        load_int64(job + 72), worker, workers,
+    )  # fmt: skip
+    call_kernel(load_int64(job), places)
+
+
+@kernel("void(int64)")
+def assist(team):
+    """What a helper does. Never returns."""
+    state, job = team + 8 * Words.STATE, team + 8 * Words.JOB
+    while True:
+        if _call_c(load_int64(team + 8 * Words.WAIT), team + 8 * Words.SEMAPHORE) != 0:
+            continue
+        worker, workers = _enter(state)
+        if worker > 0:
+            if _core() == load_int64(team + 8 * Words.CORE):
+                store_int64(team + 8 * Words.CROWDED, 1)
+            _work(job, worker, workers)
+            fetch_add(state, -1)
+
+
+@njit
+def _wait_for_helpers(state):
+    """Until nobody is in the job: shortly awake, then the core is for whoever wants it."""
+    for _ in range(SPINS):
+        if load_shared(state) & _COUNT == 0:
+            return
+        pause()
+    while load_shared(state) & _COUNT != 0:
+        give_way()
+
+
+@on_demand("int64(" + ",".join(["int64"] * 13) + ")")
+def lead(
+    team, function, layout, query, key, value, output, lengths, mask, sinks, space, workers, then
+):
+    """Run ``function`` as each of ``workers``, with the helpers that come; then ``then``, if any.
+
+    Returns:
+        0: another caller has the team, nothing has been done. 1: it is done. 2: it is done, and a
+        helper was on the caller's core, though others may be idle or in less need.
+    """
+    state, job = team + 8 * Words.STATE, team + 8 * Words.JOB
+    if not _swap_if(team + 8 * Words.OWNER, 0, 1):
+        return 0
+    store_int64(job, function)
+    store_int64(job + 8, layout)
+    store_int64(job + 16, query)
+    store_int64(job + 24, key)
+    store_int64(job + 32, value)
+    store_int64(job + 40, output)
+    store_int64(job + 48, lengths)
+    store_int64(job + 56, mask)
+    store_int64(job + 64, sinks)
+    store_int64(job + 72, space)
+    store_int64(team + 8 * Words.CORE, _core())
+    store_int64(team + 8 * Words.CROWDED, 0)
+    fetch_add(state, workers << _WORKERS)
+    for _ in range(workers - 1):
+        _call_c(load_int64(team + 8 * Words.POST), team + 8 * Words.SEMAPHORE)
+    _work(job, 0, workers)
+    entered = fetch_add(state, -(workers << _WORKERS)) >> _ENTERED & _COUNT
+    for worker in range(entered + 1, workers):
+        _work(job, worker, workers)
+    _wait_for_helpers(state)
+    fetch_add(state, -(entered << _ENTERED))
+    if then != 0:
+        places = (layout, query, key, value, output, lengths, mask, sinks, space, 0, workers)
+        call_kernel(then, places)
+    crowded = load_int64(team + 8 * Words.CROWDED)
+    _swap_if(team + 8 * Words.OWNER, 1, 0)
+    return 1 + crowded
