@@ -5,6 +5,7 @@ the same machine; medians count.
 
     python benchmarks/decode.py
     python benchmarks/decode.py --threads 1 --positions 64 1024 --cache float16 --fuse auto
+    python benchmarks/decode.py --fuse off --pool
     python benchmarks/decode.py --overhead
 
 The peers need: pip install onnxruntime-genai llama-cpp-python
@@ -20,6 +21,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+import onnxruntime
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tutorials" / "smollm2"))
@@ -209,6 +212,9 @@ def main(arguments: list[str] | None = None) -> bool:
     parser.add_argument("--fuse", nargs="+", choices=["auto", "off"], default=["auto", "off"])
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--tokens", type=int, default=24, help="of a turn; a third is not timed")
+    parser.add_argument(
+        "--pool", action="store_true", help="onnxruntime has one pool of threads for the process"
+    )
     parser.add_argument("--no-prompt", dest="prompt", action="store_false")
     parser.add_argument("--overhead", action="store_true", help="only what the runner takes")
     given = parser.parse_args(arguments)
@@ -216,6 +222,8 @@ def main(arguments: list[str] | None = None) -> bool:
         for case in itertools.product(given.cache, given.fuse, given.positions):
             print(overhead.line(*case))
         return True
+    if given.pool:  # onnxruntime-genai brings an onnxruntime of its own
+        onnxruntime.set_global_thread_pool_sizes(given.threads, 1)
     length = SMOLLM2_135M.context
     all_: list[Competitor] = [
         competitors.InPlace(kind, given.threads, fuse, length)

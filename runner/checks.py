@@ -18,6 +18,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort
 
 from onnx_inplace.compiler import errors, positions, sizes
 from onnx_inplace.compiler.conditions import Kind
+from onnx_inplace.runner import pools
 from onnx_inplace.runner.storage import Array
 
 Slots = list[Any]
@@ -77,7 +78,7 @@ def load(model: bytes) -> onnxruntime.InferenceSession:
         errors.ModelFileError: onnxruntime refuses it.
     """
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    pools.set_threads(options, 1)
     options.log_severity_level = 4  # faults are raised
     options.enable_cpu_mem_arena = False  # a few integers: nothing to keep between runs
     # Nothing to gain, and onnxruntime 1.32 loses results of an If when its optimizer

@@ -15,11 +15,9 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort
 
 from onnx_inplace.compiler import errors
 from onnx_inplace.compiler.steps import SubSession, Weight
+from onnx_inplace.runner import pools
 
 _SILENT = 4  # log severity: fatal
-# [us] A worker waits awake for the next product of the same sub-session, not longer: kernels of
-# ours and other processes need the core. Not to spin at all costs a wake-up for every product.
-_SPIN = "50"
 _INTEGERS = {
     onnx.TensorProto.DataType.Value(name)
     for name in ("BOOL", "INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64")
@@ -52,9 +50,8 @@ class Library:
     """Loads the sub-sessions of one session.
 
     Each sub-session has threads of its own, which sleep when it is not running: sub-sessions of one
-    session run one after the other, so at most ``threads`` are awake. The pool of the process would
-    be one for all, but once it is made, onnxruntime refuses every session of the caller that does
-    not ask for it ("use_per_session_threads must be false").
+    session run one after the other, so at most ``threads`` are awake. If the caller has given
+    onnxruntime one pool for the process, they use that: see ``pools``.
     """
 
     def __init__(self, threads: int):
@@ -146,16 +143,12 @@ def _state(path: Path) -> tuple[int, ...] | None:
 def _options(threads: int) -> Any:
     options = ort.SessionOptions()
     options.log_severity_level = _SILENT
-    options.inter_op_num_threads = 1
-    options.intra_op_num_threads = threads
+    pools.set_threads(options, threads)
     _share_arena()
     options.add_session_config_entry("session.use_env_allocators", "1")
     # No block for all of a run, as the last run with these shapes needed it: it would stand
     # beside what the first one left behind.
     options.enable_mem_pattern = False
-    if threads > 1:
-        options.add_session_config_entry("session.force_spinning_stop", "1")
-        options.add_session_config_entry("session.intra_op.spin_duration_us", _SPIN)
     return options
 
 

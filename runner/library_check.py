@@ -9,6 +9,7 @@ import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as ort
 
 from onnx_inplace.compiler.steps import SubSession
+from onnx_inplace.runner import pools
 
 _PAYLOAD = 1024  # [bytes] smaller tensors may be shapes or axes, which say what a node does
 
@@ -48,7 +49,7 @@ def _without_weights(step: SubSession) -> onnx.ModelProto:
 
 def _loads(model: onnx.ModelProto) -> bool:
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    pools.set_threads(options, 1)
     options.log_severity_level = 4  # faults are raised
     options.enable_cpu_mem_arena = False
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL

@@ -1,5 +1,6 @@
-"""Threads of onnxruntime: where it has some, and why every sub-session has its own."""
+"""Threads of onnxruntime: where it has some, and whose they are."""
 
+import os
 import subprocess
 import sys
 
@@ -60,7 +61,7 @@ print(load(False), load(True))
 
 @pytest.mark.parametrize(("first", "expected"), [("ours", []), ("caller", ["loaded"])])
 def test_a_pool_of_the_process_shuts_the_caller_out(tmp_path, first, expected):
-    """If this fails, onnxruntime has learned better: give all sub-sessions one pool."""
+    """So no pool is made that the caller has not asked for. Has onnxruntime learned better?"""
     path = tmp_path / "model.onnx"
     graph = onnx.parser.parse_model(
         '<ir_version: 10, opset_import: ["" : 21]> g (float[2] x) => (float[2] y) { y = Neg (x) }'
@@ -69,6 +70,46 @@ def test_a_pool_of_the_process_shuts_the_caller_out(tmp_path, first, expected):
     command = [sys.executable, "-c", REFUSAL, str(path), first]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert found == [*expected, "loaded", "True"]
+
+
+DECODES = """
+import sys
+import numpy as np, onnxruntime
+from decoders import Shape, decoder
+from onnx_inplace import Session
+if sys.argv[1] == "one pool":
+    onnxruntime.set_global_thread_pool_sizes(2, 1)
+program = decoder(Shape())
+for fuse in ("off", "auto"):
+    session = Session(program, threads=2, fuse=fuse)
+    caches = {p.name: session.allocate(p.name, max_length=16) for p in session.mutable_inputs}
+    with session.bind(**caches) as step:
+        for k in range(5):
+            logits = step.run(tokens=[[k]], position=k)["logits"]
+    print(fuse, logits.tobytes().hex())
+"""
+
+
+def decoded(pools: str) -> str:
+    """What a process prints that decodes, and whose heap is checked to the end."""
+    done = subprocess.run(
+        [sys.executable, "-c", DECODES, pools],
+        env=os.environ
+        | {"PYTHONPATH": os.path.dirname(__file__), "MALLOC_CHECK_": "3", "MALLOC_PERTURB_": "165"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+@pytest.mark.kernel
+def test_sub_sessions_use_the_pool_that_the_caller_has_made():
+    """Before they could, a model was refused there. Results are the same bits."""
+    expected = decoded("own threads")
+    assert expected.startswith("off ")
+    assert decoded("one pool") == expected
 
 
 def test_onnxruntime_has_no_other_way_to_share_threads():
