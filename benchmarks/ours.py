@@ -91,7 +91,7 @@ def paged(problem: Problem, kinds: Sequence[str], threads: int, accuracy_level: 
     feeds: dict[str, Any] = {
         "blocks": table,
         "query": problem.query[np.newaxis],
-        "values": np.stack(problem.kv)[:, :, -new:],
+        "values": np.ascontiguousarray(np.stack(problem.kv)[:, :, -new:]),
         "position": np.array(problem.tokens - new),
         "length": np.array(problem.tokens),
     }

@@ -29,7 +29,10 @@ _BYTE = ir.IntType(8).as_pointer()
 class OnDemand:
     """A function that takes seconds to compile: compiled, or read from disk, when first wanted."""
 
-    def __init__(self, compile_: Callable[[Callable[..., Any]], Any], function: Any) -> None:
+    def __init__(
+        self, compile_: Callable[[Callable[..., Any]], tuple[Any, bool]], function: Any
+    ) -> None:
+        """``compile_`` gives what is called, and whether it was read from disk."""
         self._compile, self._function = compile_, function
         self._result: Any = None
         self._lock = threading.Lock()
@@ -41,8 +44,7 @@ class OnDemand:
         with self._lock:
             if self._result is None:
                 start = time.perf_counter()
-                result = self._result = self._compile(self._function)
-                read = _cache_hits(result) > 0
+                self._result, read = self._compile(self._function)
                 _made.append(Made(self.name, time.perf_counter() - start, read))
             return self._result
 
@@ -70,22 +72,18 @@ def made() -> tuple[Made, ...]:
     return tuple(_made)
 
 
-def _cache_hits(function: Any) -> int:
-    stats = getattr(function, "stats", None)  # of a dispatcher; a C function counts by itself
-    hits: int = function.cache_hits if stats is None else sum(stats.cache_hits.values())
-    return hits
-
-
 def on_demand(signature: str, **options: Any) -> Callable[[Callable[..., Any]], OnDemand]:
     """A function for one signature: ``ready()(...)``. Without the GIL, but for ``nogil=False``."""
     options = {"nogil": True, **options}
 
-    def compile_(function: Callable[..., Any]) -> Any:
+    def compile_(function: Callable[..., Any]) -> tuple[Any, bool]:
         with cache.kept() as kept:
-            result: Any = numba.njit(cache=kept, **options)(function)
-        result.compile(signature)
-        result.disable_compile()
-        return result
+            dispatcher: Any = numba.njit(cache=kept, **options)(function)
+        dispatcher.compile(signature)
+        # The code of the only signature, which converts its arguments: numba's dispatcher would
+        # look for it in every call, which takes a third of the time of a small one.
+        (compiled,) = dispatcher.overloads.values()
+        return compiled.entry_point, sum(dispatcher.stats.cache_hits.values()) > 0
 
     return lambda function: OnDemand(compile_, function)
 
@@ -93,9 +91,10 @@ def on_demand(signature: str, **options: Any) -> Callable[[Callable[..., Any]], 
 def kernel(signature: str) -> Callable[[Callable[..., Any]], OnDemand]:
     """A C function, for calls by address: ``ready().address``."""
 
-    def compile_(function: Callable[..., Any]) -> Any:
+    def compile_(function: Callable[..., Any]) -> tuple[Any, bool]:
         with cache.kept() as kept:
-            return numba.cfunc(signature, cache=kept)(function)
+            result: Any = numba.cfunc(signature, cache=kept)(function)
+        return result, result.cache_hits > 0
 
     return lambda function: OnDemand(compile_, function)
 
@@ -109,6 +108,11 @@ each token: kernels that are called so often take ``id(array) + FIELD`` and look
 """
 
 _read_pointer = ctypes.c_void_p.from_address
+
+
+def pointer(place: int) -> int:
+    """The address that memory at ``place`` holds."""
+    return _read_pointer(place).value or 0
 
 
 def address(array: np.ndarray[Any, Any]) -> int:

@@ -15,15 +15,15 @@ import numpy as np
 
 from onnx_inplace.compiler import errors, steps
 from onnx_inplace.compiler.paged_types import PageType
-from onnx_inplace.numba_kernels import invoke, pages_attention, pages_kernels, pages_table
+from onnx_inplace.numba_kernels import pages_attention, pages_call, pages_kernels, pages_table
 from onnx_inplace.numba_kernels.layout import bits
-from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.numba_kernels.memory import FIELD, address, pointer
 from onnx_inplace.numba_kernels.pages_kernels import Accuracy
 from onnx_inplace.runner import team, threads, workspace
 from onnx_inplace.runner.actions import Action, Array, Settings, Slots, result, reusable
 from onnx_inplace.runner.attend import KINDS, PARALLEL, SHORTEST_SPLIT, Calls, Known, known_dim
 from onnx_inplace.runner.page_codec import Codec
-from onnx_inplace.runner.page_pieces import check_readable, reading
+from onnx_inplace.runner.page_pieces import check_readable, ends_of, reading
 from onnx_inplace.runner.page_store import PageStore
 
 
@@ -65,6 +65,8 @@ def paged_attention(step: steps.Kernel, settings: Settings) -> Action:
     query_value, cache_value = step.values.get(query_slot), step.values.get(cache_slot)
     pages = None if cache_value is None else cache_value.pages
     fast = compile_known(query_value, pages, options.accuracy, portable=settings.portable)
+    pages_call.attend.ready()
+    pages_call.begin.ready()
     team.ready(settings.threads)
 
     def act(slots: Slots) -> None:
@@ -72,17 +74,19 @@ def paged_attention(step: steps.Kernel, settings: Settings) -> Action:
         if not query.flags.c_contiguous:
             query = np.ascontiguousarray(query)
         ids, lengths = slots[table_slot], slots[lengths_slot]
-        wanted = reading(store, ids, lengths, query.shape[2], options.left)
         if store.judged:
-            places = store.table.rows_of(wanted.tables)
+            lengths, longest = ends_of(store, ids, lengths)
+            places = store.table.rows_of(ids, ids.shape[0] if ids.ndim == 2 else 1)
         else:
-            places = check_readable(store, wanted)
+            wanted = reading(store, ids, lengths, query.shape[2], options.left)
+            places, lengths = check_readable(store, wanted), wanted.ends
+            longest = max(lengths.tolist(), default=0)
         key = query.shape, query.dtype, places.shape, store.codec.key
         call = calls.get(key)
         if call is None:
             call = calls.put(key, _Call(store, query, places, options, settings.threads, fast))
         target = result(slots, output, reuse, query.shape, query.dtype)
-        call(store, query, places, wanted.ends, target)
+        call(store, query, places, lengths, longest, target)
 
     return act
 
@@ -159,65 +163,65 @@ class _Call:
         x = layout_of(store, query, query, batch, blocks, options)
         known, accuracy = store.codec.descriptions, options.accuracy
         self._kernels = pages_kernels.ready(known, x.group, portable=not fast, accuracy=accuracy)
-        layout, self._page_kernels = self._kernels.choose(x)
-        self._layout, self._array = layout, np.array(layout, np.int64)
+        self._layout, self._page_kernels = self._kernels.choose(x)
+        self._array = np.array(self._layout, np.int64)
+        self._addresses = self._kernels.attend, address(self._array), address(self._page_kernels)
         self._workers = workers
         self._products = math.prod(query.shape)
         self._long = PARALLEL // max(self._products, 1) if workers > 1 else _NEVER
         self._policy = threads.Policy()
+        self._alone = pages_attention.workspace_size(self._layout, 1, 1)
+        self._serial = pages_call.attend.ready()
 
     def __call__(
-        self, store: PageStore, query: Array, places: Array, lengths: Array, target: Array
-    ) -> None:
-        """Write the output of a query over the pages in ``places``."""
-        if not query.size:
-            return
-        longest = int(lengths.max())
-        if longest <= self._long:
-            self._run(store, query, places, lengths, target, 1, 1)
-            return
-        # As many splits on one thread as on several: see ``attend.Call``.
-        items = self._layout.batch * self._layout.kv_heads
-        splits = max(1, min(longest // SHORTEST_SPLIT, -(-4 * self._workers // items)))
-        work, start = self._products * longest, time.perf_counter()
-        parallel = self._policy.parallel()
-        workers = self._workers if parallel else 1
-        self._run(store, query, places, lengths, target, workers, splits)
-        took = self._policy.parallel_took if parallel else self._policy.serial_took
-        took(work, time.perf_counter() - start)
-
-    def _run(
         self,
         store: PageStore,
         query: Array,
         places: Array,
         lengths: Array,
+        longest: int,
         target: Array,
-        workers: int,
-        splits: int,
     ) -> None:
-        table = store.table
-        tables = np.array(
-            [
-                *table.places[:2],
-                address(store.codec.descriptions),
-                address(self._page_kernels),
-                address(places),
-            ],
-            np.int64,
-        )
-        size = pages_attention.workspace_size(self._layout, splits, workers)
-        space = workspace.of_thread(size)
-        space[:16].view(np.int64)[:] = 0, splits
-        arguments: Any = (
-            address(self._array), address(query), address(tables), 0, address(target),
-            address(lengths), 0, 0, address(space), workers,
-        )  # fmt: skip
-        if workers == 1:
-            invoke.invoke.ready()(self._kernels.attend, *arguments)
+        """Write the output of a query over the pages in ``places``."""
+        if not query.size:
             return
-        then = self._kernels.merge if splits > 1 else 0
-        team.run(self._kernels.attend, arguments[:-1], workers, then)
+        arguments = self._arguments(store, query, places, lengths, target)
+        if longest <= self._long:
+            self._serial(*arguments, address(workspace.of_thread(self._alone)), 1)
+            return
+        # As many splits on one thread as on several: see ``attend.Call``.
+        items = self._layout.batch * self._layout.kv_heads
+        splits = max(1, min(longest // SHORTEST_SPLIT, -(-4 * self._workers // items)))
+        workers = self._workers if self._policy.parallel() else 1
+        size = pages_attention.workspace_size(self._layout, splits, workers)
+        arguments = *arguments, address(workspace.of_thread(size)), splits
+        work, start = self._products * longest, time.perf_counter()
+        if workers == 1:
+            self._serial(*arguments)
+            self._policy.serial_took(work, time.perf_counter() - start)
+            return
+        self._team(arguments, workers)
+        self._policy.parallel_took(work, time.perf_counter() - start)
+
+    def _team(self, arguments: tuple[int, ...], workers: int) -> None:
+        """What ``pages_call.attend`` does, on several threads."""
+        attend, layout, *tables, query, blocks, lengths, target, space, splits = arguments
+        tables_at = pages_call.begin.ready()(*tables, blocks, space, splits)
+        places = (
+            layout, pointer(query), tables_at, 0, pointer(target), pointer(lengths), 0, 0, space,
+        )  # fmt: skip
+        team.run(attend, places, workers, self._kernels.merge if splits > 1 else 0)
+
+    def _arguments(
+        self, store: PageStore, query: Array, places: Array, lengths: Array, target: Array
+    ) -> tuple[int, ...]:
+        """What ``pages_call.attend`` takes first."""
+        attend, layout, kernels = self._addresses
+        addresses, formats, _ = store.table.places
+        return (
+            attend, layout, addresses, formats, store.codec.descriptions_at, kernels,
+            id(query) + FIELD, id(places) + FIELD, id(lengths) + FIELD, id(target) + FIELD,
+        )  # fmt: skip
 
 
 _NEVER = 2**63

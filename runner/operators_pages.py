@@ -7,12 +7,15 @@ all or nothing.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from onnx_inplace.compiler import errors, steps
 from onnx_inplace.numba_kernels import pages
 from onnx_inplace.runner.actions import Action, Array, Settings, Slots, result, reusable
-from onnx_inplace.runner.attend import KINDS
+from onnx_inplace.runner.attend import KINDS, Calls
+from onnx_inplace.runner.page_codec import tokens_layout
 from onnx_inplace.runner.page_pieces import Outlook, pieces
 from onnx_inplace.runner.page_store import PageStore
 
@@ -23,34 +26,65 @@ def paged_cache_update(step: steps.Kernel, settings: Settings) -> Action:
     (output,) = _outputs(step)
     wanted: str | None = step.attributes.get("quantized_type")
     pages.write.ready()
+    calls: Calls[_Tokens] = Calls()
 
     def act(slots: Slots) -> None:
         cache, ids, values = slots[cache_slot], slots[ids_slot], slots[values_slot]
         store: PageStore = cache.store
         positions = slots[position_slot]
-        batch = check_values(store, ids, values)
+        key = values.shape, values.strides, values.dtype, ids.shape, store.codec.key
+        tokens = calls.get(key) or calls.put(key, _tokens(store, ids, values))
         if store.reserved or not store.judged:
             touched = pieces(store.name, ids, positions, values.shape[-2], store.page_size)
             outlook = Outlook(store)
             outlook.update(touched, created_format(store, wanted))
             if outlook.created:
                 store.add(outlook.created)
-        if values.size:
-            write(store, ids, values, positions, batch)
+        if tokens.some:
+            _write(store, ids, values, positions, tokens)
         slots[output] = cache
 
     return act
 
 
-def write(store: PageStore, ids: Array, values: Array, positions: Array, batch: int) -> None:
-    """Write tokens into pages that are there."""
-    tables = np.ascontiguousarray(ids.reshape(batch, -1), dtype=np.int64)
-    starts = positions.reshape(-1)
-    if len(starts) != batch:
-        starts = np.repeat(starts, batch)
+class _Tokens(NamedTuple):
+    """What shapes say of an update.
+
+    Attributes:
+        batch: sequences.
+        some: whether there is anything to write.
+        layout: see ``page_codec.tokens_layout``; None: values are made contiguous first.
+    """
+
+    batch: int
+    some: bool
+    layout: Array | None
+
+
+def _tokens(store: PageStore, ids: Array, values: Array) -> _Tokens:
+    """Raises StorageMismatch where values do not fit."""
+    batch = check_values(store, ids, values)
     if values.strides[-1] != values.itemsize:
+        return _Tokens(batch, bool(values.size), None)
+    return _Tokens(batch, bool(values.size), _layout(ids, values))
+
+
+def _layout(ids: Array, values: Array) -> Array:
+    blocks = ids.shape[-1] if ids.ndim else 1
+    return tokens_layout(values if ids.ndim == 2 else values[:, None], blocks)
+
+
+def _write(store: PageStore, ids: Array, values: Array, positions: Array, tokens: _Tokens) -> None:
+    """Write tokens into pages that are there."""
+    if positions.size != tokens.batch:
+        positions = np.repeat(positions.reshape(-1), tokens.batch)
+    elif not positions.flags.c_contiguous:
+        positions = positions.copy("C")
+    layout = tokens.layout
+    if layout is None:
         values = np.ascontiguousarray(values)
-    store.write(store.table.rows_of(tables), values if ids.ndim == 2 else values[:, None], starts)
+        layout = _layout(ids, values)
+    store.write(store.table.rows_of(ids, tokens.batch), values, positions, layout)
 
 
 def created_format(store: PageStore, wanted: str | None) -> int | None:

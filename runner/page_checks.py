@@ -7,7 +7,8 @@ page that will be made is taken, so that the run does not fail for want of it ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +43,20 @@ class Entry(NamedTuple):
 
 
 Entries = Callable[[Slots], Iterator[Entry]]
-Growing = Callable[[Slots, Mapping[str, PageStore]], bool]
+
+
+class Growing(NamedTuple):
+    """Judges runs in which one sequence grows.
+
+    Attributes:
+        roots: the caches that it grows in.
+        judge: whether a run, with the stores of these caches, is right.
+    """
+
+    roots: tuple[str, ...]
+    judge: Callable[[Slots, Sequence[PageStore]], bool]
+
+
 _NONE = np.zeros(1, np.int64)
 _LOG = 1024  # numbers; a longer log is made again
 
@@ -67,6 +81,8 @@ class Checker:
         trace = self._checks.trace
         entries = self._listed(dims) if trace is None else self._traced(trace, dims)
         grows = self._growing(dims) if trace is None else None
+        if grows is not None:
+            return (self._grown(grows, entries),)
         slot_of = {a.root: self._slot_of[a.root] for a in self._checks.accesses}
         # A list is read off the very values that the steps will use.
         late = {a.root for a in self._checks.accesses if a.late is not None or trace is not None}
@@ -74,13 +90,28 @@ class Checker:
         def check(slots: Slots) -> None:
             caches = {root: slots[slot] for root, slot in slot_of.items()}
             stores = {root: cache.store for root, cache in caches.items()}
-            if grows is None or not grows(slots, stores):
-                play(entries(slots), stores)
+            play(entries(slots), stores)
             for root, cache in caches.items():
                 # what only reads a cache may do so beside a run that has judged nothing
                 cache.store.judged = cache.is_written and root not in late
 
         return (check,)
+
+    def _grown(self, grows: Growing, entries: Entries) -> Check:
+        """The check of runs in which one sequence grows: nothing that they do to pages is late.
+
+        They write all of these caches, so that no other run uses one of them.
+        """
+        judge, where = grows.judge, [self._slot_of[root] for root in grows.roots]
+
+        def check(slots: Slots) -> None:
+            stores = [slots[slot].store for slot in where]
+            if not judge(slots, stores):
+                play(entries(slots), dict(zip(grows.roots, stores, strict=True)))
+            for store in stores:
+                store.judged = True
+
+        return check
 
     def _listed(self, dims: Mapping[str, int]) -> Entries:
         """Entries that are read off inputs."""
@@ -92,27 +123,36 @@ class Checker:
                 for size in (access.length, access.rows, access.blocks)
             ]
             shape = tuple(numbers[3 - access.rank :]) if access.rank else ()
-            table.append((access, numbers[0], shape, access.ids, access.positions))
+            ids, positions = self._reader(access.ids, dims), self._reader(access.positions, dims)
+            table.append((access, numbers[0], shape, ids, positions))
 
         def entries(slots: Slots) -> Iterator[Entry]:
             for access, length, shape, ids, positions in table:
-                tables = self._numbers(ids, slots, dims)
+                tables = ids(slots)
                 if tables.shape != shape:
                     tables = tables.reshape(shape)
-                yield Entry(access, length, tables, self._numbers(positions, slots, dims))
+                yield Entry(access, length, tables, positions(slots))
 
         return entries
 
-    def _numbers(
-        self, operand: page_checks.Operand | None, slots: Slots, dims: Mapping[str, int]
-    ) -> Array:
+    def _reader(
+        self, operand: page_checks.Operand | None, dims: Mapping[str, int]
+    ) -> Callable[[Slots], Array]:
+        """Finds the numbers of an operand."""
         if operand is None:
-            return _NONE
+            return lambda slots: _NONE
         if operand.input is None:
-            return np.array(sizes.numbers(operand.numbers, dims), np.int64)
-        given: Array = slots[self._slot_of[operand.input]]
-        offset = sizes.evaluate(operand.offset, dims)
-        return given + offset if offset else given
+            numbers = np.array(sizes.numbers(operand.numbers, dims), np.int64)
+            return lambda slots: numbers
+        slot, offset = self._slot_of[operand.input], sizes.evaluate(operand.offset, dims)
+        if not offset:
+            return operator.itemgetter(slot)
+
+        def read(slots: Slots) -> Array:
+            moved: Array = slots[slot] + offset
+            return moved
+
+        return read
 
     def _growing(self, dims: Mapping[str, int]) -> Growing | None:
         """Judges a run at once where all it does is to let one sequence grow; None: it is not so.
@@ -121,23 +161,27 @@ class Checker:
         """
         assert self._checks is not None
         accesses = list(_certain(self._checks.accesses))
-        roots = page_growth.roots_of(accesses)
-        if not roots or len(accesses) < len(self._checks.accesses):
+        found = page_growth.pattern(accesses)
+        if found is None or len(accesses) < len(self._checks.accesses):
             return None
-        write, read = accesses[:2]
-        growth = Growth(len(roots), sizes.evaluate(write.length or 0, dims), read.left)
+        roots, write, read = found
+        tokens = sizes.evaluate(write.length or 0, dims)
+        growth = Growth(len(roots), tokens, 0 if read is None else read.left)
+        ids_of, position_of = self._reader(write.ids, dims), self._reader(write.positions, dims)
+        length_of = None if read is None else self._reader(read.positions, dims)
 
-        def judge(slots: Slots, stores: Mapping[str, PageStore]) -> bool:
-            ids, position, length = (
-                self._numbers(operand, slots, dims)
-                for operand in (write.ids, write.positions, read.positions)
-            )
-            if position.size != 1 or length.size != 1 or not ids.flags.c_contiguous:
+        def judge(slots: Slots, stores: Sequence[PageStore]) -> bool:
+            ids, position = ids_of(slots), position_of(slots)
+            if position.size != 1 or not ids.flags.c_contiguous:
                 return False
-            ordered = [stores[root] for root in roots]
-            return growth.allowed(ordered, ids.reshape(-1), position.item(), length.item())
+            first = position.item()
+            if length_of is not None:
+                length = length_of(slots)
+                if length.size != 1 or length.item() != first + tokens:
+                    return False
+            return growth.allowed(stores, ids if ids.ndim == 1 else ids.reshape(-1), first)
 
-        return judge
+        return Growing(roots, judge)
 
     def _traced(self, trace: page_checks.Trace, dims: Mapping[str, int]) -> Entries:
         """Entries of a log that a model writes."""

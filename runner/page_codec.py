@@ -30,6 +30,7 @@ class Codec:
         formats: what pages may be stored as; a page table holds indices into this.
         page_bytes: of a page, by format.
         descriptions: (formats, words) int64, what kernels are told of each format.
+        descriptions_at: their address.
     """
 
     def __init__(self, dims: Sequence[int], allowed: Iterable[PageFormat]):
@@ -61,7 +62,7 @@ class Codec:
             raise ValueError(f"two page formats are called {format.name}")
         row = page_description.describe(format, self.dims)
         self.descriptions = np.vstack([self.descriptions, row])
-        self._descriptions = address(self.descriptions)
+        self.descriptions_at = address(self.descriptions)
         self.formats.append(format)
         self.page_bytes.append(format.page_bytes(self.dims))
         self._index[format.name] = len(self.formats) - 1
@@ -118,25 +119,23 @@ class Codec:
             self._describe(index), address(block), 0, count, place, kind, half, head, token, space
         )
 
-    def write(self, table: PageTable, rows: Array, values: Array, positions: Array) -> int:
+    def write(
+        self, table: PageTable, rows: Array, values: Array, positions: Array, layout: Array
+    ) -> int:
         """Write tokens; everything has been checked.
 
         Args:
             table: of the pages; fills become those after the write.
             rows: (batch, blocks) int64, of the table; those that are touched exist.
-            values: (2, batch, heads, n, head_size), elements of a row are neighbours.
+            values: see ``tokens_layout``.
             positions: (batch,) int64, first token of each sequence.
+            layout: of the values.
 
         Returns:
             How many numbers did not fit the format of their page, and were clipped.
         """
-        half, batch, head, token, _ = values.strides
-        layout = np.array(
-            (*values.shape[1:4:2], KINDS[values.dtype], half, batch, head, token, rows.shape[1]),
-            np.int64,
-        )
         clipped: int = self._write(
-            self._describe(0),
+            self.descriptions_at,
             address(layout),
             address(values),
             *table.places,
@@ -154,8 +153,20 @@ class Codec:
         return clipped
 
     def _describe(self, index: int) -> int:
-        return self._descriptions + index * self.descriptions.strides[0]
+        return self.descriptions_at + index * self.descriptions.strides[0]
 
     def _workspace(self) -> int:
         """Address of memory for the kernels of this thread, aligned to a cache line."""
         return address(workspace.of_thread(self._space))
+
+
+def tokens_layout(values: Array, blocks: int) -> Array:
+    """What kernels are told of new tokens; see ``numba_kernels.pages.Values``.
+
+    Args:
+        values: (2, batch, heads, n, head_size), elements of a row are neighbours.
+        blocks: pages of a row of the block table.
+    """
+    half, batch, head, token, _ = values.strides
+    sizes = values.shape[1], values.shape[3], KINDS[values.dtype]
+    return np.array((*sizes, half, batch, head, token, blocks), np.int64)

@@ -1,13 +1,14 @@
 """The usual run over pages, judged in one call: one sequence grows in all caches, and is read.
 
 Every layer of a decoder writes the same tokens into the same pages, each of a cache of its own, and
-reads the sequence from there. What is not so, or would be refused, is left to
+reads the sequence from there, if anything does. What is not so, or would be refused, is left to
 ``page_checks.play``, which also says why.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,29 +25,48 @@ def ready() -> None:
     pages_table.find_unready.ready()
 
 
-def roots_of(accesses: Sequence[PageAccess]) -> tuple[str, ...]:
-    """The caches in which accesses let one sequence grow, and read it; empty: they do other things.
+class Pattern(NamedTuple):
+    """What such a run does to pages.
+
+    Attributes:
+        roots: the caches that the sequence grows in.
+        write: what lets it grow in the first one, and in all others likewise.
+        read: what reads it there; None: nothing does.
+    """
+
+    roots: tuple[str, ...]
+    write: PageAccess
+    read: PageAccess | None
+
+
+def pattern(accesses: Sequence[PageAccess]) -> Pattern | None:
+    """How accesses let one sequence grow, and read it; None: they do other things.
 
     All accesses have the ids of the first one, all writes its positions and length, all reads the
-    lengths and the window of the second one.
+    lengths and the window of the first read. Either every write is followed by a read, or none.
     """
-    pairs = list(zip(accesses[::2], accesses[1::2], strict=False))
-    if not pairs or len(accesses) % 2:
-        return ()
-    for write, read in pairs:
-        if (write.mode, read.mode) != (Mode.WRITE, Mode.READ) or write.root != read.root:
-            return ()
-        if _what(write) != _what(pairs[0][0]) or _what(read) != _what(pairs[0][1]):
-            return ()
-    write, read = pairs[0]
-    if (read.ids, read.length, read.rank) != (write.ids, write.length, 1) or write.rank != 1:
-        return ()
-    roots = tuple(write.root for write, _ in pairs)
-    return roots if len(set(roots)) == len(roots) else ()
+    reads = any(access.mode is Mode.READ for access in accesses)
+    writes, others = (accesses[::2], accesses[1::2]) if reads else (accesses, ())
+    if not writes or (reads and len(writes) != len(others)):
+        return None
+    write, read = writes[0], others[0] if others else None
+    if write.rank != 1 or any(_what(w) != _what(write) for w in writes):
+        return None
+    if write.mode is not Mode.WRITE or any(r.mode is not Mode.READ for r in others):
+        return None
+    if read is not None:
+        pairs = zip(writes, others, strict=True)
+        if any(w.root != r.root or _what(r) != _what(read) for w, r in pairs):
+            return None
+        if (read.ids, read.length, read.rank) != (write.ids, write.length, 1):
+            return None
+    roots = tuple(w.root for w in writes)
+    return Pattern(roots, write, read) if len(set(roots)) == len(roots) else None
 
 
 def _what(access: PageAccess) -> tuple[object, ...]:
-    return access.ids, access.rank, access.positions, access.length, access.blocks, access.left
+    how = access.mode, access.ids, access.rank, access.positions
+    return *how, access.length, access.blocks, access.left
 
 
 class Growth:
@@ -59,10 +79,10 @@ class Growth:
         self._tables = np.zeros((roots, 4), np.int64)
         self._find = pages_table.find_unready.ready()
 
-    def allowed(self, stores: Sequence[PageStore], ids: Array, position: int, length: int) -> bool:
+    def allowed(self, stores: Sequence[PageStore], ids: Array, position: int) -> bool:
         """Whether all tokens can be written and read, and no page has to be made."""
         page_size, end = stores[0].page_size, position + self._tokens
-        if not self._tokens or position < 0 or length != end or end > len(ids) * page_size:
+        if not self._tokens or position < 0 or end > len(ids) * page_size:
             return False
         for k, store in enumerate(stores):
             table = store.table

@@ -24,7 +24,7 @@ from onnx_inplace.runner import page_memory
 from onnx_inplace.runner.attend import KINDS
 from onnx_inplace.runner.membership import Membership
 from onnx_inplace.runner.page import Page, Snapshot, Use
-from onnx_inplace.runner.page_codec import Codec
+from onnx_inplace.runner.page_codec import Codec, tokens_layout
 from onnx_inplace.runner.page_store import PageStore
 from onnx_inplace.runner.page_table import NOWHERE
 from onnx_inplace.runner.storage import Array
@@ -80,7 +80,7 @@ class PageOwner:
         _refuse_budget(budget)
         self.store = PageStore(name, self.elem_type, codec, sparse_ids, budget, memory)
         self._lock = threading.RLock()
-        self._runs: weakref.WeakSet[Use] = weakref.WeakSet()
+        self._runs: list[weakref.ref[Use]] = []
         self._access = Access.READ_ONLY
         self.membership = Membership(self.store)
 
@@ -313,7 +313,8 @@ class PageOwner:
             self.store.codec.check_values(self.name, values)
             row = self.store.check_write(page, operator.index(position), values.shape[2])
             rows, start = np.array([[row]], np.int64), np.array([position], np.int64)
-            self.store.write(rows, np.ascontiguousarray(values)[:, None], start)
+            values = np.ascontiguousarray(values)
+            self.store.write(rows, values, start, tokens_layout(values[:, None], 1))
 
     @staticmethod
     @contextlib.contextmanager
@@ -362,26 +363,35 @@ class PageOwner:
             errors.BindingInUse: another run writes it, or this one wants to and another reads it.
         """
         with self._lock:
-            if self._runs and Access.READ_WRITE in (access, self._access):
-                raise self._in_use("used by two runs")
-            self._runs.add(use)
+            if self._runs:
+                if self._used() and Access.READ_WRITE in (access, self._access):
+                    raise self._in_use("used by two runs")
+                self._runs = [run for run in self._runs if run() is not None]
+            self._runs.append(weakref.ref(use))
             self._access = access
 
     @property
     def is_written(self) -> bool:
         """Whether a run may write it now: no other run uses it then."""
-        return bool(self._runs) and self._access is Access.READ_WRITE
+        return self._access is Access.READ_WRITE and self._used()
 
     def end(self, use: Use) -> None:
         """A run has ended; nothing happens if it has not begun."""
         with self._lock:
-            if use in self._runs:
-                if self._access is Access.READ_WRITE:
-                    self.store.release()
-                self._runs.discard(use)
+            for index, run in enumerate(self._runs):
+                if run() is use:
+                    if self._access is Access.READ_WRITE:
+                        self.store.release()
+                    del self._runs[index]
+                    return
+
+    def _used(self) -> bool:
+        """Whether a run is going on. Those that nobody holds any more are over."""
+        return bool(self._runs) and any(run() is not None for run in self._runs)
 
     def _in_use(self, what: str) -> errors.BindingInUse:
-        holder = next((use.name for use in self._runs), "")
+        runs = (run() for run in self._runs)
+        holder = next((use.name for use in runs if use is not None), "")
         return errors.BindingInUse(
             f"`{self.name}` cannot be {what} while `{holder}` runs on it.", self.name, holder
         )
@@ -390,7 +400,7 @@ class PageOwner:
     def _quiet(self, what: str) -> Iterator[None]:
         """No run is going on, and no other thread changes the table."""
         with self._lock:
-            if self._runs:
+            if self._used():
                 raise self._in_use(what)
             yield
 

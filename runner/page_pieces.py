@@ -117,17 +117,31 @@ def reading(store: PageStore, ids: Array, lengths: Array, queries: int, left: in
         errors.StorageMismatch: not one length, or one for each sequence.
     """
     tables = np.ascontiguousarray(_rows(ids), dtype=np.int64)
-    batch, capacity = len(tables), tables.shape[1] * store.page_size
-    ends = lengths.reshape(-1)
-    if ends.shape != (batch,):
-        ends = _for_each(store.name, ends, batch)
-    found = Reading(tables, np.zeros(batch, np.int64), np.ascontiguousarray(ends), ids.ndim == 2)
-    for k, length in enumerate(ends.tolist()):
+    ends = ends_of(store, ids, lengths)[0].reshape(-1)
+    starts = np.zeros(len(tables), np.int64)
+    if left >= 0:
+        starts = np.maximum(ends - (queries + left), 0)
+    return Reading(tables, starts, ends, ids.ndim == 2)
+
+
+def ends_of(store: PageStore, ids: Array, lengths: Array) -> tuple[Array, int]:
+    """Valid lengths, one after the other for each sequence of a block table; the longest of them.
+
+    Arguments and errors as of :func:`reading`.
+    """
+    batch = ids.shape[0] if ids.ndim == 2 else 1
+    capacity = (ids.shape[-1] if ids.ndim else 1) * store.page_size
+    if lengths.size != batch:
+        lengths = _for_each(store.name, lengths, batch)
+    longest = 0
+    # of one sequence, Python has its number at once
+    given = (lengths.item(),) if batch == 1 else lengths.reshape(-1).tolist()
+    for row, length in enumerate(given):
         if not 0 <= length <= capacity:
-            raise errors.CapacityError(store.name, 0, length, capacity, found.row(k))
-    if left < 0:
-        return found
-    return found._replace(starts=np.maximum(ends - (queries + left), 0))
+            place = row if ids.ndim == 2 else None
+            raise errors.CapacityError(store.name, 0, length, capacity, place)
+        longest = max(longest, length)
+    return lengths if lengths.flags.c_contiguous else lengths.copy("C"), longest
 
 
 def _for_each(name: str, numbers: Array, batch: int) -> Array:
@@ -148,7 +162,7 @@ def check_readable(store: PageStore, wanted: Reading, outlook: Outlook | None = 
         errors.UnwrittenTokens: tokens that were never written, or were cut off.
     """
     table, page_size = store.table, store.page_size
-    places = table.rows_of(wanted.tables)
+    places = table.rows_of(wanted.tables, len(wanted.tables))
     batch, blocks = places.shape
     find = pages_table.find_unreadable.ready()
     at = 0

@@ -223,9 +223,9 @@ class PageStore:
         fill = min(most, int(self.table.fill[row]))
         self.enter([NewPage(to, block, int(self.table.format[row]), fill)])
 
-    def write(self, rows: Array, values: Array, positions: Array) -> None:
+    def write(self, rows: Array, values: Array, positions: Array, layout: Array) -> None:
         """Write tokens; all has been checked. See ``Codec.write``."""
-        self.clipped += self.codec.write(self.table, rows, values, positions)
+        self.clipped += self.codec.write(self.table, rows, values, positions, layout)
 
     def convert(self, rows: Sequence[int], format: int) -> None:
         """Store pages in another format; where the number of bytes is the same, in place.

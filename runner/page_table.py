@@ -179,7 +179,7 @@ class PageTable:
         self.blocks: list[Array | None] = []
         self.nbytes = self.version = self.views = 0
         self.places = 0, 0, 0
-        self._found: tuple[int, bytes, tuple[int, ...], Int64s] | None = None
+        self._found: tuple[tuple[int, bytes, tuple[int, ...], int], Int64s] | None = None
 
     def make_room(self, rows: int) -> None:
         """Room for so many rows. The only step of an addition that can fail; then nothing changed.
@@ -207,16 +207,17 @@ class PageTable:
         self.address, self.format, self.fill, self.owners, self.size, self.seen = grown
         self.places = address(self.address), address(self.format), address(self.fill)
 
-    def rows_of(self, pages: Array) -> Int64s:
-        """The row of each page of (batch, blocks) int64, or ``NOWHERE``.
+    def rows_of(self, pages: Array, batch: int) -> Int64s:
+        """The row of each page, (batch, blocks), or ``NOWHERE``; ``pages`` are as many integers.
 
         Update and attention of a run, and the checks before it, look for the same pages.
         """
-        key, found = pages.tobytes(), self._found
-        if found is not None and found[:3] == (self.version, key, pages.shape):
-            return found[3]
-        rows = self.ids.rows(pages)
-        self._found = self.version, key, pages.shape, rows
+        key, found = (self.version, pages.tobytes(), pages.shape, batch), self._found
+        if found is not None and found[0] == key:
+            return found[1]
+        tables = pages.reshape(batch, pages.shape[-1] if pages.ndim else 1)
+        rows = self.ids.rows(np.ascontiguousarray(tables, dtype=np.int64))
+        self._found = key, rows
         return rows
 
     def rows_with(self, pages: Iterable[int]) -> int:

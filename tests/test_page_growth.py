@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from onnx_inplace import Session
 from onnx_inplace.compiler import errors
 from onnx_inplace.compiler.page_checks import Mode, Operand, PageAccess
+from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, Paged, kv, model
 from onnx_inplace.runner import page_growth
 from onnx_inplace.runner.page_growth import Growth
 from onnx_inplace.runner.page_pieces import Outlook, pieces, reading
@@ -27,12 +29,13 @@ def random_cache(random):
     return cache
 
 
-def played(store, ids, position, tokens, length, left):
-    """Whether the long way accepts the run, and makes no page."""
+def played(store, ids, position, tokens, left):
+    """Whether the long way accepts the run, and makes no page. ``left`` None: nothing is read."""
     outlook = Outlook(store)
     try:
         outlook.update(pieces("cache", ids, np.array([position]), tokens, PAGE), None)
-        outlook.read(reading(store, ids, np.array([length]), tokens, left))
+        if left is not None:
+            outlook.read(reading(store, ids, np.array([position + tokens]), tokens, left))
     except (errors.PageError, errors.CapacityError):
         return False
     return True
@@ -43,31 +46,62 @@ def test_the_verdict_is_that_of_the_long_way():
     for _ in range(600):
         caches = [random_cache(random) for _ in range(2)]
         ids = random.permutation(7)[: random.integers(1, 6)] - (random.random() < 0.1)
-        tokens, left = int(random.integers(1, 20)), int(random.choice([-1, -1, 0, 20]))
+        tokens, left = int(random.integers(1, 20)), (-1, -1, 0, 20, None)[random.integers(5)]
         position = int(random.integers(-1, PAGE * len(ids)))
-        growth = Growth(2, tokens, left)
+        growth = Growth(2, tokens, 0 if left is None else left)
         stores = [cache.store for cache in caches]
-        expected = all(played(s, ids, position, tokens, position + tokens, left) for s in stores)
-        assert growth.allowed(stores, ids, position, position + tokens) == expected
+        expected = all(played(s, ids, position, tokens, left) for s in stores)
+        assert growth.allowed(stores, ids, position) == expected
         found[expected] += 1
     assert min(found.values()) > 100
-
-
-def test_a_run_that_reads_another_length_is_judged_the_long_way():
-    cache = PagedCache(DIMS, np.float32)
-    cache.allocate_page("FLOAT32")
-    growth = Growth(1, 2, -1)
-    assert growth.allowed([cache.store], np.array([0]), 0, 2)
-    assert not growth.allowed([cache.store], np.array([0]), 0, 1)
 
 
 def test_a_table_of_pages_that_grows_is_looked_at_again():
     cache = PagedCache(DIMS, np.float32)
     growth, ids = Growth(1, 1, -1), np.array([20])
-    assert not growth.allowed([cache.store], ids, 0, 1)
+    assert not growth.allowed([cache.store], ids, 0)
     for _ in range(21):
         cache.allocate_page("FLOAT32")
-    assert growth.allowed([cache.store], ids, 0, 1)
+    assert growth.allowed([cache.store], ids, 0)
+
+
+@model
+def grow(
+    cache: Mutable[Paged[FLOAT[DIMS]]],
+    ids: INT64["blocks"],
+    query: FLOAT[1, 2, "n", 32],
+    values: FLOAT[2, 1, "n", 32],
+    position: INT64[()],
+    length: INT64[()],
+) -> tuple[FLOAT[1, 2, "n", 32], Alias["cache"]]:
+    updated = kv.PagedCacheUpdate(cache, ids, values, position)
+    return kv.PagedAttention(query, updated, ids, length, is_causal=1), updated
+
+
+def test_a_run_that_reads_another_length_is_judged_by_that():
+    session, random = Session(grow), np.random.default_rng(0)
+    cache = session.allocate("cache")
+    cache.allocate_pages(3, "FLOAT32")
+    written = random.standard_normal((2, 1, 40, 32)).astype(np.float32)
+    ids, query = np.array([2, 0, 1]), random.standard_normal((1, 2, 1, 32)).astype(np.float32)
+    with session.bind(cache=cache) as step:
+        for t in range(40):
+            values = written[:, :, t : t + 1]
+            feeds = {"ids": ids, "query": query, "values": values, "position": np.array(t)}
+            if t in (10, 30):
+                before = cache.snapshot()
+                with pytest.raises(errors.UnwrittenTokens) as caught:
+                    step.run(**feeds, length=np.array(t + 2))
+                assert (caught.value.length, cache.snapshot()) == (t + 2, before)
+                with pytest.raises(errors.CapacityError):
+                    step.run(**feeds, length=np.array(-1))
+                assert cache.snapshot() == before
+            length = t - 3 if t in (20, 35) else t + 1
+            output = step.run(**feeds, length=np.array(length))[0]
+            keys, content = written[:, 0, :length].astype(np.float64)
+            weights = np.exp(query[0, :, 0] @ keys.T / np.sqrt(32))
+            expected = weights @ content / weights.sum(-1, keepdims=True)
+            assert np.abs(output[0, :, 0] - expected).max() < 1e-5
 
 
 def access(mode, root="a", ids="table", position="p", offset=0, left=-1, rank=1):
@@ -82,7 +116,9 @@ GROWS = [access(Mode.WRITE), access(Mode.READ, offset=1)]
     "accesses",
     [
         [],
-        GROWS[:1],
+        [GROWS[0], GROWS[0]],
+        [*GROWS, access(Mode.WRITE, "b")],
+        [access(Mode.WRITE, rank=0)],
         GROWS[::-1],
         [*GROWS, *GROWS],
         [GROWS[0], access(Mode.READ, "b", offset=1)],
@@ -94,9 +130,14 @@ GROWS = [access(Mode.WRITE), access(Mode.READ, offset=1)]
     ],
 )
 def test_other_runs_are_no_growth(accesses):
-    assert page_growth.roots_of(accesses) == ()
+    assert page_growth.pattern(accesses) is None
 
 
 def test_a_decoder_of_several_layers_is_growth():
     second = [access(Mode.WRITE, "b"), access(Mode.READ, "b", offset=1)]
-    assert page_growth.roots_of([*GROWS, *second]) == ("a", "b")
+    assert page_growth.pattern([*GROWS, *second]) == (("a", "b"), *GROWS)
+
+
+def test_writes_that_nothing_reads_are_growth():
+    other = access(Mode.WRITE, "b")
+    assert page_growth.pattern([GROWS[0], other]) == (("a", "b"), GROWS[0], None)

@@ -50,8 +50,7 @@ class Ids:
 
     def rows(self, store: PageStore, batch: int) -> Array:
         """Where the pages stand in the table, (batch, blocks)."""
-        tables = self.array.reshape(batch, -1)
-        return store.table.rows_of(np.ascontiguousarray(tables, dtype=np.int64))
+        return store.table.rows_of(self.array, batch)
 
 
 class Access:
