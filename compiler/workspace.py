@@ -19,6 +19,7 @@ from onnx_inplace.compiler.sizes import Size
 
 REORDERED = 1 << 16  # [bytes] rows are reordered in pieces of at most this size
 SHORTEST_SPLIT = 256  # [tokens] of a split of the keys, where several threads decode
+_ROWS, _BLOCK, _MANY = 256, 8, 16  # of prompts: see ``prefill_parts.item_rows``
 _LANES = 16  # a head whose size is no multiple takes the portable kernel
 
 Formula = Callable[[ir.Node, Extents], "tuple[Allocations, ...] | None"]
@@ -90,8 +91,9 @@ class Heads:
     def _vector(self, threads: Size, splits: Size) -> Size:
         """For one token where the group is small, else for many."""
         group = self.heads // self.kv_heads
-        prefill = 4 * (128 * (2 * self.size + 2) + 64 * (2 * self.size + 8) + 40)
-        many = _plus(64, _times(threads, prefill))
+        row, shared = 4 * (2 * self.size + 2), 4 * (64 * (2 * self.size + 8) + 48)
+        worker = _plus(shared, _times(row, self._item_rows()))
+        many = _plus(128, _times(threads, worker))
         if group > _LANES:
             return many
         lanes = 1 << (group - 1).bit_length()
@@ -100,6 +102,14 @@ class Heads:
         results = sizes.product((self.batch, self.kv_heads, splits, partial))
         one = sizes.total((64, _times(threads, decode), results))
         return _choose(sizes.operation("//", 1, self.tokens), one, many)
+
+    def _item_rows(self) -> Size:
+        """Query rows of a kv head that one thread takes at once: half where there are few."""
+        count = _times(self.tokens, self.heads // self.kv_heads)
+        items = sizes.product((self.batch, self.kv_heads, _groups(count, _ROWS)))
+        few = sizes.operation("//", _MANY, _plus(1, items))
+        most = _choose(sizes.operation("min", few, 1), _ROWS // 2, _ROWS)
+        return sizes.operation("min", most, _times(_BLOCK, _groups(count, _BLOCK)))
 
     def _splits(self) -> Size:
         """More of them than threads, so that a late one is no loss; not too short."""
@@ -169,6 +179,11 @@ def _mask(node: ir.Node, port: int, known: Extents) -> Allocations:
 def _choose(one: Size, then: Size, otherwise: Size) -> Size:
     """``then`` where ``one`` is 1, ``otherwise`` where it is 0."""
     return _plus(_times(one, then), _times(sizes.operation("-", 1, one), otherwise))
+
+
+def _groups(count: Size, size: int) -> Size:
+    """How many groups of ``size`` hold ``count``."""
+    return sizes.operation("//", _plus(size - 1, count), size)
 
 
 def _plus(a: Size, b: Size) -> Size:

@@ -22,24 +22,18 @@ from onnx_inplace.numba_kernels import (
 from onnx_inplace.numba_kernels.pages_attention import PagesLayout
 from onnx_inplace.numba_kernels.pages_bytes_parts import WIDE
 from onnx_inplace.numba_kernels.pages_layout import (
-    BFLOAT16,
     BY_CHANNEL,
     BY_TOKEN,
     E4M3,
     E5M2,
-    FLOAT16,
-    FLOAT32,
     HALF,
     HEADER,
     INTEGER,
     Half,
     Page,
 )
-from onnx_inplace.numba_kernels.prefill_parts import BLOCK
+from onnx_inplace.numba_kernels.prefill_parts import ROWS, item_rows
 from onnx_inplace.numba_kernels.specialise import specialise
-
-_ROWS = 256  # query rows that share the conversion of every tile
-_MANY = 16  # items of so many rows are enough for all threads; else they have half as many
 
 _Int64s = npt.NDArray[np.int64]
 
@@ -77,10 +71,8 @@ class Kernels:
         """A call's layout with its last four fields filled in; ``Tables.kernels`` for it."""
         rows, kernels, prepared = x.group, self.fast, self.prepared
         if x.tokens > 1:
-            whole = (rows * x.tokens + BLOCK - 1) // BLOCK * BLOCK
-            rows, kernels, prepared = min(self.rows, whole), self.many, 0
-            if x.batch * x.kv_heads * -(-x.group * x.tokens // rows) < _MANY:
-                rows = min(self.rows // 2, whole)
+            rows = item_rows(x.group * x.tokens, x.batch * x.kv_heads, self.rows)
+            kernels, prepared = self.many, 0
         scratch = max(self.scratch, pages_portable.scratch_size(x.head_size))
         x = x._replace(rows=rows, scratch=scratch, prepared=prepared)
         return x._replace(worker_bytes=pages_attention.worker_bytes(x)), kernels
@@ -121,8 +113,7 @@ def _prefill(description: list[int]) -> types.ModuleType | None:
     if not vector.available():
         return None
     page = Page(*description[:HEADER])
-    kind = page.kind if page.kind in (FLOAT32, FLOAT16, BFLOAT16) else INTEGER
-    return specialise(pages_prefill, kind, page.head_size, _ROWS)
+    return specialise(pages_prefill, page.kind, page.head_size, ROWS)
 
 
 def _fast(description: list[int], group: int, accuracy: Accuracy) -> types.ModuleType | None:

@@ -17,18 +17,20 @@ from onnx_inplace.numba_kernels.pages_portable import tile_of
 from onnx_inplace.numba_kernels.pages_task import KERNEL, read_task
 from onnx_inplace.numba_kernels.prefill_parts import (
     BLOCK,
+    LINE,
     TILE,
+    ask,
     make_pack,
     make_product,
     soften,
 )
 
-# KIND: of the elements of a page, one of ``floats``; INTEGER: they are decoded first.
+# KIND: of the elements of a page; INTEGER: they are decoded first.
 KIND, SIZE, ROWS = 5, 64, 128  # specialised
 
 LOG2_E = np.float32(1.4426950408889634)
 NUMBERS = TILE * (4 * SIZE + BLOCK) + 4 * BLOCK + SIZE + BLOCK
-SCRATCH = NUMBERS * 4 + BLOCK * 16 + pages_encode.space_size(TILE, SIZE)
+SCRATCH = LINE + NUMBERS * 4 + BLOCK * 16 + pages_encode.space_size(TILE, SIZE)
 
 DECODED = KIND == INTEGER
 ROW = SIZE * (SIZES[FLOAT32] if DECODED else SIZES[KIND])  # bytes
@@ -59,7 +61,7 @@ def attend(task):
     x = read_task(task)
     page = read_page(x.description)
     key, value = read_half(x.description, 0), read_half(x.description, 1)
-    limits = x.scratch
+    limits = (x.scratch + LINE - 1) // LINE * LINE
     rows_at = limits + BLOCK * 16
     keys, values = rows_at + TILE * SIZE * 8, rows_at + TILE * SIZE * 12
     scores = values + TILE * SIZE * 4
@@ -85,7 +87,18 @@ def attend(task):
             tile_of(page, key, 0, x.key, tile, count, key_rows, space)
             tile_of(page, value, 1, x.value, tile, count, value_rows, space)
         pack(key_rows, ROW, value_rows, ROW, count, keys, values)
+        if DECODED:
+            following = 0
+        elif tile + TILE < x.last:
+            following, ahead, ahead_value = 1, key_rows + TILE * ROW, value_rows + TILE * ROW
+        else:
+            following, ahead, ahead_value = x.next, x.next, x.next_value
+        blocks = (x.rows + BLOCK - 1) // BLOCK
         for row in range(0, x.rows, BLOCK):
+            if following:
+                part = TILE * ROW // blocks
+                ask(ahead + row // BLOCK * part, part)
+                ask(ahead_value + row // BLOCK * part, part)
             seen = False
             for r in range(BLOCK):
                 limit[r, 0] = limit[r, 1] = 0

@@ -8,6 +8,7 @@ from numba import carray, njit
 
 from onnx_inplace.numba_kernels import layout
 from onnx_inplace.numba_kernels.floats import (
+    SIZES,
     float_of_bits,
     floats,
     int64_at,
@@ -17,7 +18,10 @@ from onnx_inplace.numba_kernels.floats import (
 from onnx_inplace.numba_kernels.memory import fetch_add, kernel
 from onnx_inplace.numba_kernels.prefill_parts import (
     BLOCK,
+    LINE,
     TILE,
+    ask,
+    item_rows,
     make_pack,
     make_product,
     soften,
@@ -26,19 +30,21 @@ from onnx_inplace.numba_kernels.prefill_parts import (
 KIND, SIZE = 0, 64  # specialised
 
 LOG2_E = 1.4426950408889634
-HEADER = 64  # bytes: a counter of items
-ROWS = 128  # query rows of an item: they share the conversion of every tile
-# bytes: queries, sums, largest scores and sums of weights; then tile and scores of a block
-SCRATCH = (ROWS * (2 * SIZE + 2) + TILE * (2 * SIZE + BLOCK) + BLOCK * 5) * 4
+HEADER = 2 * LINE  # a counter of items, and up to a line that the workspace is moved by
+ROW = (2 * SIZE + 2) * 4  # bytes of a query row: query, sum, largest score and sum of weights
+# bytes: tile, scores, limits and factors of a block, filled up to whole lines
+SHARED = (TILE * (2 * SIZE + BLOCK) + BLOCK * 6) * 4
+WIDTH = SIZE * SIZES[KIND]  # bytes of a key
 
 pack = make_pack(KIND, SIZE)
 multiply_keys = make_product(SIZE, TILE, False)
 add_values = make_product(TILE, SIZE, True)
 
 
-def workspace_size(workers: int) -> int:
-    """Bytes for ``workers``."""
-    return HEADER + workers * SCRATCH
+def workspace_size(count: int, heads: int, workers: int) -> int:
+    """Bytes for ``workers`` where each of ``heads`` kv heads has ``count`` query rows."""
+    rows: int = item_rows(count, heads)
+    return HEADER + workers * (rows * ROW + SHARED)
 
 
 @njit
@@ -55,19 +61,19 @@ def _adjust(x, at, b, h, row, tile, scores, limit):
 @njit
 def _item(x, at, b, h, row, rows, length, start, space):
     """Rows ``row .. row + rows`` of kv head ``h``: row ``t * group + g`` is token t in head g."""
-    queries = space
-    sums = queries + ROWS * SIZE * 4
-    tops = sums + ROWS * SIZE * 4
-    totals = tops + ROWS * 4
-    keys = totals + ROWS * 4
+    blocks = (rows + BLOCK - 1) // BLOCK
+    keys = space
     values = keys + TILE * SIZE * 4
     scores = values + TILE * SIZE * 4
-    factors = scores + BLOCK * TILE * 4
-    limits = factors + BLOCK * 4
-    top, total = floats(tops, ROWS), floats(totals, ROWS)
+    queries = scores + BLOCK * TILE * 4
+    sums = queries + blocks * BLOCK * SIZE * 4
+    tops = sums + blocks * BLOCK * SIZE * 4
+    totals = tops + blocks * BLOCK * 4
+    limits = totals + blocks * BLOCK * 4
+    factors = limits + BLOCK * 16
+    top, total = floats(tops, blocks * BLOCK), floats(totals, blocks * BLOCK)
     limit = carray(int64_at(limits), (BLOCK, 2))
 
-    blocks = (rows + BLOCK - 1) // BLOCK
     factor = float_of_bits(x.scale) * LOG2_E
     first_key, last_key = length, 0
     for r in range(blocks * BLOCK):
@@ -93,7 +99,12 @@ def _item(x, at, b, h, row, rows, length, start, space):
         key = at.key + b * x.key_batch + h * x.key_head + tile * x.key_token
         value = at.value + b * x.value_batch + h * x.value_head + tile * x.value_token
         pack(key, x.key_token, value, x.value_token, count, keys, values)
+        following = min(TILE, last_key - tile - TILE)
         for block in range(blocks):
+            first, last = block * TILE // blocks, (block + 1) * TILE // blocks
+            for j in range(first, min(last, following)):
+                ask(key + (TILE + j) * x.key_token, WIDTH)
+                ask(value + (TILE + j) * x.value_token, WIDTH)
             seen = False
             for r in range(BLOCK):
                 limit[r, 0] = limit[r, 1] = 0
@@ -129,15 +140,15 @@ def attend(layout_at, query, key, value, output, lengths, mask, sinks, space, wo
     """Part of a worker: it takes blocks of rows until none is left, those with most keys first."""
     x = layout.read(layout_at)
     at = layout.Places(query, key, value, output, lengths, mask, sinks)
-    scratch = space + HEADER + worker * SCRATCH
-    count = x.group * x.tokens
-    parts = (count + ROWS - 1) // ROWS
-    heads = x.batch * x.kv_heads
+    count, heads = x.group * x.tokens, x.batch * x.kv_heads
+    most = item_rows(count, heads)
+    parts = (count + most - 1) // most
+    scratch = (space + HEADER) // LINE * LINE + worker * (most * ROW + SHARED)
     while True:
         item = fetch_add(space, 1)
         if item >= heads * parts:
             break
-        row = (parts - 1 - item // heads) * ROWS
+        row = (parts - 1 - item // heads) * most
         b, h = item % heads // x.kv_heads, item % heads % x.kv_heads
         length, start = layout.extent(x, lengths, b)
-        _item(x, at, b, h, row, min(ROWS, count - row), length, start, scratch)
+        _item(x, at, b, h, row, min(most, count - row), length, start, scratch)

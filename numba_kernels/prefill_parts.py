@@ -11,17 +11,44 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 
 from onnx_inplace.numba_kernels.floats import SIZES
 from onnx_inplace.numba_kernels.layout import LOWEST
+from onnx_inplace.numba_kernels.pages_layout import E4M3
 from onnx_inplace.numba_kernels.vector import LANES, VECTOR, Emitter, Value
 
 BLOCK = 8  # query rows
 TILE = 64  # keys
+ROWS = 256  # query rows of an item, at most: they share the conversion of every tile
+_MANY = 16  # items of so many rows are enough for all threads; else they have half as many
 _UNROLLED = 4
+LINE = 64  # bytes: vectors that cross the border of a cache line are read in two steps
 
 _I = types.int64
+
+
+@register_jitable  # the caller's workspace depends on it, too
+def item_rows(count: int, heads: int, most: int = ROWS) -> int:
+    """Query rows of an item, in whole blocks, where each of ``heads`` kv heads has ``count``."""
+    rows = most
+    if heads * ((count + rows - 1) // rows) < _MANY:
+        rows = most // 2
+    return min(rows, (count + BLOCK - 1) // BLOCK * BLOCK)
+
+
+@intrinsic
+def ask(typing_context, place, size):
+    """Ask for ``size`` bytes of memory that are read later, from ``place`` on."""
+
+    def generate(context, builder, signature, arguments):
+        e = Emitter(builder)
+        place, size = arguments
+        with e.loop(e.groups(size, LINE)) as i:
+            e.prefetch(e.add(place, e.times(i, LINE)))
+        return context.get_dummy_value()
+
+    return types.void(_I, _I), generate
 
 
 def make_pack(kind: int, size: int) -> Any:
@@ -33,6 +60,10 @@ def make_pack(kind: int, size: int) -> Any:
         to_values:    (TILE, size) float32; likewise
     """
     item = SIZES[kind]
+
+    def load(e: Emitter, address: Value) -> Value:
+        x = e.load(address, kind)
+        return e.builder.fmul(x, e.constant(256.0)) if kind == E4M3 else x
 
     @intrinsic
     def pack(typing_context, keys, key_stride, values, value_stride, count, to_keys, to_values):
@@ -48,15 +79,13 @@ def make_pack(kind: int, size: int) -> Any:
                 with e.loop(e.whole(size // LANES)) as c:
                     column = e.times(c, LANES)
                     offset = e.times(column, item)
-                    rows = e.transposed([e.load(e.add(row, offset), kind) for row in key_rows])
+                    rows = e.transposed([load(e, e.add(row, offset)) for row in key_rows])
                     for j, row in enumerate(rows):
                         place = e.add(e.times(e.add(column, j), TILE), first)
                         e.store(row, e.add(to_keys, e.times(place, 4)))
                     for j, row in enumerate(value_rows):
                         place = e.add(e.times(e.add(first, j), size), column)
-                        e.store(
-                            e.load(e.add(row, offset), kind), e.add(to_values, e.times(place, 4))
-                        )
+                        e.store(load(e, e.add(row, offset)), e.add(to_values, e.times(place, 4)))
             return context.get_dummy_value()
 
         return types.void(_I, _I, _I, _I, _I, _I, _I), generate

@@ -92,6 +92,11 @@ class Problem:
     scale: float
     softcap: float
 
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Query rows of a kv head, and kv heads of all rows of the batch."""
+        return self.tokens * (self.heads // self.kv_heads), self.batch * self.kv_heads
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
@@ -135,7 +140,8 @@ class Kernels:
     def other(self, problem: Problem, workers: int) -> tuple[OnDemand, int]:
         """The kernel of a call that decoding does not fit, and bytes of its workspace."""
         if self.prefill is not None and self.shape.fits(problem):
-            return self.prefill.attend, self.prefill.workspace_size(workers)
+            count, heads = problem.rows
+            return self.prefill.attend, self.prefill.workspace_size(count, heads, workers)
         size = attention.workspace_size(problem.head_size, problem.value_size)
         return attention.attend, size * workers
 
@@ -240,7 +246,7 @@ class Call:
         if self._decode is not None:
             size: int = self._decode.workspace_size(p.batch * p.kv_heads * splits, workers)
         elif self._prefill is not None:
-            size = self._prefill.workspace_size(workers)
+            size = self._prefill.workspace_size(*p.rows, workers)
         else:
             size = attention.workspace_size(p.head_size, p.value_size) * workers
         return 2 + size // 8

@@ -114,6 +114,20 @@ def test_every_code_of_8_bits_is_read_as_what_it_is(name):
         np.testing.assert_array_equal(out[0, 2, 0].astype(np.float64), numbers[token])
 
 
+@pytest.mark.parametrize("name", ["FP8_E4M3", "FP8_E5M2"])
+def test_a_prompt_reads_every_number_of_8_bits_as_what_it_is(name):
+    table = Table((2, 1, 16, 32), [name], [formats.BUILTIN[name]])
+    kind = formats.BUILTIN[name].key.storage.numpy()
+    codes = np.arange(256, dtype=np.uint8).reshape(8, 32)
+    codes = np.where(np.isfinite(codes.view(kind).astype(np.float32)), codes, 0)
+    table.raw[0].reshape(2, 1, 16, 32)[1, 0, :8] = codes
+    table.fill[0] = 8
+    q = np.zeros((1, 4, 8, 32), np.float32)
+    out = table.attend(q, [np.arange(1)], [8], left=0)  # each token sees itself alone
+    numbers = codes.astype(np.uint8).view(kind).astype(np.float64)
+    np.testing.assert_array_equal(out[0, 2].astype(np.float64), numbers)
+
+
 def with_outliers(name, group=4, page_size=64, size=64):
     """8 pages but for some tokens, a query, and attention in float64."""
     rng, length = np.random.default_rng(8), 8 * page_size - 12

@@ -190,7 +190,7 @@ def stated(together: tuple[Allocations, ...], **given: int) -> int:
 @pytest.mark.kernel
 @pytest.mark.parametrize(("size", "group"), [(64, 3), (128, 1), (16, 16), (32, 8), (64, 20)])
 @pytest.mark.parametrize(("batch", "kv_heads"), [(1, 1), (3, 2), (64, 8)])
-@pytest.mark.parametrize("tokens", [1, 2, 128])
+@pytest.mark.parametrize("tokens", [1, 2, 13, 128, 700])
 @pytest.mark.parametrize("threads", [1, 2, 8])
 @pytest.mark.parametrize("capacity", [100, 10_000])
 def test_workspace_of_attention_is_what_its_kernels_ask_for(
@@ -204,7 +204,8 @@ def test_workspace_of_attention_is_what_its_kernels_ask_for(
         kernel = specialise.specialise(decode, floats.FLOAT32, size, group)
         asked = kernel.workspace_size(batch * kv_heads * splits, threads)
     else:
-        asked = specialise.specialise(prefill, floats.FLOAT32, size).workspace_size(threads)
+        kernel = specialise.specialise(prefill, floats.FLOAT32, size)
+        asked = kernel.workspace_size(tokens * group, batch * kv_heads, threads)
     heads = workspace.Heads(
         "batch", "tokens", "capacity", kv_heads * group, kv_heads, size, size
     ).workspace()
