@@ -50,7 +50,9 @@ def attention(step: steps.Kernel, settings: Settings) -> Action:
     def act(slots: Slots) -> None:
         query, key, value = slots[query_slot], slots[key_slot], slots[value_slot]
         mask = None if mask_slot is None else mask_values(slots[mask_slot])
-        lengths = None if length_slot is None else np.ascontiguousarray(slots[length_slot])
+        lengths = None if length_slot is None else slots[length_slot]
+        if lengths is not None and not lengths.flags.c_contiguous:
+            lengths = np.ascontiguousarray(lengths)
         if not query.flags.c_contiguous:
             query = np.ascontiguousarray(query)
         shapes = query.shape, key.shape, value.shape, None if mask is None else mask.shape

@@ -43,9 +43,7 @@ class Page:
     @property
     def format(self) -> PageFormat:
         """How the bytes are read."""
-        store = self._cache.store
-        found: PageFormat = store.codec.formats[store.table.format[store.row(self.id)]]
-        return found
+        return self._cache.store.format_of(self.id)
 
     @property
     def quantized_type(self) -> str:
@@ -67,8 +65,7 @@ class Page:
     @property
     def fill(self) -> int:
         """One more than the last token that was written [tokens]."""
-        store = self._cache.store
-        return int(store.table.fill[store.row(self.id)])
+        return self._cache.store.fill(self.id)
 
     @property
     def owners(self) -> int:

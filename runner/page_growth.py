@@ -77,6 +77,7 @@ class Growth:
         self._tokens, self._left = tokens, left
         self._seen: list[object] = [None] * roots
         self._tables = np.zeros((roots, 4), np.int64)
+        self._tables_at = address(self._tables)
         self._find = pages_table.find_unready.ready()
 
     def allowed(self, stores: Sequence[PageStore], ids: Array, position: int) -> bool:
@@ -94,4 +95,4 @@ class Growth:
                 self._seen[k] = table.places
         low = 0 if self._left < 0 else max(position - self._left, 0)
         arguments = address(ids), len(ids), page_size, low, position, end
-        return bool(self._find(address(self._tables), len(stores), *arguments) < 0)
+        return bool(self._find(self._tables_at, len(stores), *arguments) < 0)

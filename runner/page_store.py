@@ -90,6 +90,15 @@ class PageStore:
         assert block is not None
         return block
 
+    def fill(self, page: int) -> int:
+        """Tokens of a page. Raises PageError where there is none."""
+        return int(self.table.fill[self.row(page)])
+
+    def format_of(self, page: int) -> PageFormat:
+        """How a page is stored. Raises PageError where there is none."""
+        found: PageFormat = self.codec.formats[self.table.format[self.row(page)]]
+        return found
+
     def state(self, page: int) -> PageState:
         """The value of a page."""
         row = self.row(page)

@@ -151,7 +151,7 @@ def _tokens(cache: PagedCache, parts: Sequence[Part]) -> Array:
 def make_appendable(pool: PagePool, page: int) -> None:
     """Convert a page that is written best as a whole, and will get more tokens."""
     for cache, name in zip(pool.caches, pool.formats, strict=True):
-        if not cache.page(page).format.appendable:
+        if not cache.store.format_of(page).appendable:
             cache.convert(page, name)
 
 

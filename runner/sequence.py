@@ -274,4 +274,5 @@ class Sequence:
         fill = self.length % pool.page_size
         if fill and pool.owners(self._pages[-1]) == 1:
             for cache in pool.caches:
-                cache.truncate(self._pages[-1], fill)
+                if cache.store.fill(self._pages[-1]) > fill:
+                    cache.truncate(self._pages[-1], fill)

@@ -59,6 +59,17 @@ def test_a_sequence_gets_pages_as_it_grows() -> None:
     assert pool.nbytes == 2 * 2 * BYTES
 
 
+def test_a_commit_cuts_the_pages_that_have_more_and_no_others() -> None:
+    sequence = a_text(pool := a_pool(3), 5)
+    sequence.reserve(4)
+    (page,) = sequence.pages
+    for cache in (pool.caches[0], pool.caches[2]):
+        cache.write(page, np.ones((2, 1, 4, SIZE), np.float16), 5)
+    sequence.commit(1)
+    assert [cache.page(page).fill for cache in pool.caches] == [6, 5, 6]
+    assert read(sequence, 0) == read(sequence, 2) == [0, 1, 2, 3, 4, 1]
+
+
 def test_what_is_committed_is_kept_and_the_rest_is_given_back() -> None:
     pool = a_pool()
     sequence = a_text(pool, 10)
