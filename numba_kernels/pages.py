@@ -18,7 +18,7 @@ from numba import carray, njit
 from onnx_inplace.numba_kernels import pages_encode
 from onnx_inplace.numba_kernels.floats import FLOAT32, floats, int32_at, int64_at, uint8_at
 from onnx_inplace.numba_kernels.memory import copy, on_demand
-from onnx_inplace.numba_kernels.pages_lanes import clean, rotate, rotate_rows, within
+from onnx_inplace.numba_kernels.pages_lanes import SMALL, clean, rotate, rotate_rows, within
 from onnx_inplace.numba_kernels.pages_layout import (
     INTEGER,
     ITEM,
@@ -92,8 +92,7 @@ def _take(half, region, source, step, kind, rows, count, size):
     if half.offsets == 0 and half.rotation and kind == FLOAT32:
         ahead = _AHEAD * step
         largest = rotate_rows(source, step, rows, count, size, half.rotation, ahead)
-        # of numbers so small no sum of 256 is clipped
-        if within(largest, LARGEST / np.float32(256)):
+        if within(largest, SMALL):
             return 0
     for j in range(count):
         widen_row(rows + j * size * 4, size, source + j * step, kind)
@@ -169,9 +168,13 @@ def _write_page(description, address, source, x, first, count, fill, space):
     gap = max(0, first - fill)
     for which in range(2):
         half = read_half(description, which)
+        tiles = x.kind == FLOAT32 and pages_encode.takes_tiles(which, half, size)
         for h in range(page.heads):
             region = address + half.at + h * half.head
             taken = source + which * x.half_step + h * x.head_step
+            following = taken + x.head_step
+            if h + 1 == page.heads:  # then V; behind it, nothing is asked for
+                following = source + (x.half_step if which == 0 else 0)
             if page.kind != INTEGER:
                 clipped += _write_floats(page, region, taken, x, first, gap, count, rows)
                 continue
@@ -182,6 +185,16 @@ def _write_page(description, address, source, x, first, count, fill, space):
                 _clear(rows, zeros * size * 4)
                 token, to = taken + (begin + zeros - first) * x.token_step, rows + zeros * size * 4
                 now = end - begin
+                if tiles and now == 16 and zeros == 0:
+                    over = begin + _AHEAD - first - count
+                    ahead = _AHEAD * x.token_step
+                    if over >= 0:
+                        ahead = following + over * x.token_step - token
+                    if pages_encode.encode_tile(
+                        which, half, region, size, token, x.token_step, begin, ahead, rows, rest
+                    ):
+                        begin = end
+                        continue
                 if half.offsets:
                     _prepare(half, region, rows, zeros, size)
                 clipped += _take(half, region, token, x.token_step, x.kind, to, now - zeros, size)

@@ -120,3 +120,85 @@ def code_value(typing_context, x, size, vectors, scales, center, lowest, highest
         return context.get_dummy_value()
 
     return types.void(_I, _I, _I, _I, _F, _F, _F, _I, _I, _I), generate
+
+
+def _plain_codes(e: Emitter, x: Value, inverse: Value, center: Value) -> Value:
+    """Like :meth:`_Coder.code`, for numbers around 0 whose codes need no clipping."""
+    b = e.builder
+    number = b.fadd(b.fmul(x, inverse), center)
+    return b.bitcast(b.fadd(number, e.constant(_ROUNDING)), _INTS)
+
+
+def _joined_bytes(e: Emitter, codes: list[Value]) -> Value:
+    """Byte k of every lane: of vector k of four that :func:`_plain_codes` gave."""
+    b, line = e.builder, codes[0]
+    for k, code_ in enumerate(codes[1:], 1):
+        line = b.add(line, b.shl(code_, e.lanes([8 * k] * LANES)))
+    base = sum(_ROUNDED << (8 * k) for k in range(4)) & 0xFFFFFFFF  # what the codes stand on
+    return b.sub(line, e.lanes([base - (base >> 31 << 32)] * LANES))
+
+
+@intrinsic
+def code_bytes_of_key(typing_context, x, size, inverses, center, to):
+    """16 tokens of K, whose codes are bytes and need no clipping, become a tile.
+
+    Shapes:
+        x:        (16, size) float32; ``size`` a multiple of 64
+        inverses: (16) float32, of the scales of tokens
+        to:       of the tile
+    """
+
+    def generate(context, builder, signature, arguments):
+        e = Emitter(builder)
+        x, size, inverses, center, to = arguments
+        center = e.splat(center, VECTOR)
+        # four bytes that stand 16 elements apart in a lane become four neighbours
+        order = [16 * (k // 16) + 4 * (k % 4) + k // 4 % 4 for k in range(4 * LANES)]
+        neighbours = ir.Constant(ir.VectorType(ir.IntType(32), 4 * LANES), order)
+        line_bytes = ir.VectorType(ir.IntType(8), 4 * LANES)
+        with e.loop(builder.sdiv(size, e.whole(4 * LANES))) as k:
+            rows = []
+            for t in range(LANES):
+                row = e.add(e.add(x, e.times(size, 4 * t)), e.times(k, 16 * LANES))
+                inverse = e.load_all(e.add(inverses, 4 * t))
+                numbers = [e.load(e.add(row, 4 * LANES * j)) for j in range(4)]
+                line = _joined_bytes(e, [_plain_codes(e, n, inverse, center) for n in numbers])
+                line = builder.bitcast(line, line_bytes)
+                line = builder.shuffle_vector(line, line, neighbours)
+                rows.append(builder.bitcast(line, _INTS))
+            target = e.add(to, e.times(k, 4 * LANES * LANES))
+            for i, row in enumerate(e.transposed(rows)):  # 4 elements from 16 * (i % 4) + i // 4
+                pointer = e.add(target, 4 * LANES * (4 * (i % 4) + i // 4))
+                builder.store(row, builder.inttoptr(pointer, _INTS.as_pointer())).align = 1
+        return context.get_dummy_value()
+
+    return types.void(_I, _I, _I, _F, _I), generate
+
+
+@intrinsic
+def code_bytes_of_value(typing_context, x, size, inverses, center, to, tile):
+    """16 tokens of V, whose codes are bytes and need no clipping, to their places in tiles.
+
+    Shapes:
+        x:        (16, size) float32
+        inverses: (16) float32, of the scales of tokens
+        to:       of the first 16 elements; those that follow are ``tile`` bytes apart
+    """
+
+    def generate(context, builder, signature, arguments):
+        e = Emitter(builder)
+        x, size, inverses, center, to, tile = arguments
+        center = e.splat(center, VECTOR)
+        with e.loop(builder.sdiv(size, e.whole(LANES))) as k:
+            column, target = e.add(x, e.times(k, 4 * LANES)), e.add(to, e.times(tile, k))
+            for v in range(0, LANES, 4):
+                codes = []
+                for t in range(v, v + 4):
+                    number = e.load(e.add(column, e.times(size, 4 * t)))
+                    inverse = e.load_all(e.add(inverses, 4 * t))
+                    codes.append(_plain_codes(e, number, inverse, center))
+                pointer = builder.inttoptr(e.add(target, 16 * v), _INTS.as_pointer())
+                builder.store(_joined_bytes(e, codes), pointer).align = 1
+        return context.get_dummy_value()
+
+    return types.void(_I, _I, _I, _F, _I, _I), generate

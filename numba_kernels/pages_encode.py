@@ -15,7 +15,14 @@ from numba import carray, njit
 from onnx_inplace.numba_kernels.floats import FLOAT16, float32_at, floats, uint8_at, widen
 from onnx_inplace.numba_kernels.memory import copy
 from onnx_inplace.numba_kernels.pages_codes import pack, unpack
-from onnx_inplace.numba_kernels.pages_coding import code, code_each, code_value
+from onnx_inplace.numba_kernels.pages_coding import (
+    code,
+    code_bytes_of_key,
+    code_bytes_of_value,
+    code_each,
+    code_value,
+)
+from onnx_inplace.numba_kernels.pages_lanes import SMALL, rotate_tile
 from onnx_inplace.numba_kernels.pages_layout import BY_TOKEN
 from onnx_inplace.numba_kernels.pages_numbers import half_at, limited, set_half
 from onnx_inplace.numba_kernels.pages_scales import (
@@ -24,6 +31,7 @@ from onnx_inplace.numba_kernels.pages_scales import (
     ranges_of_channels,
     ranges_of_tokens,
     settle,
+    settle_magnitudes,
     steps_of_ranges,
 )
 from onnx_inplace.numba_kernels.pages_search import SPACE as SEARCH
@@ -31,6 +39,7 @@ from onnx_inplace.numba_kernels.pages_search import search, search_one
 
 _TOGETHER = 16
 """Tokens that are encoded at once where a token has scales of its own."""
+MAGNITUDES = 17 * 64  # bytes: 16 vectors of a tile's magnitudes, and one of scales
 _FEW = 10
 """So many groups are searched one after the other: 16 at once take as long as 11."""
 _PAIR = 128  # bytes: 2 x 16 float32
@@ -48,7 +57,7 @@ class Codes(NamedTuple):
 
 def space_size(tokens: int, head_size: int) -> int:
     """Bytes of workspace of :func:`encode` and :func:`decode`: a plane of codes, scales."""
-    rest = max(RANGES, SEARCH + 4 * _TOGETHER * head_size, 8 * head_size)
+    rest = max(RANGES, MAGNITUDES, SEARCH + 4 * _TOGETHER * head_size, 8 * head_size)
     return tokens * head_size + _PAIR + SETTLED + rest
 
 
@@ -290,6 +299,42 @@ def encode(which, half, region, page_size, size, rows, first, count, valid, spac
         return
     limit = min(valid, (first // half.group + 1) * half.group)
     _by_channel(which, half, region, size, rows, first, count, limit, plane, rest)
+
+
+@njit
+def takes_tiles(which, half, size):
+    """Whether :func:`encode_tile` serves a half: bytes around 0, one scale for all of a token."""
+    plain = half.bits == 8 and half.midpoint == 0 and half.searched == 0 and half.offsets == 0
+    rows = half.grouping == BY_TOKEN and half.group >= size and half.rotation
+    return plain and rows and (which == 1 or size % 64 == 0)
+
+
+@njit
+def encode_tile(which, half, region, size, source, step, first, ahead, rows, space):
+    """16 tokens of float32 that fill a tile, in one go; whether that could be done.
+
+    It cannot where a number is too large or no number, or a scale so small that codes have to be
+    clipped. Then nothing that lasts is written but scales, which :func:`encode` writes again.
+
+    Shapes:
+        source: (16, size) float32, rows ``step`` bytes apart, neither cleaned nor rotated
+        ahead:  bytes from what is read to what is asked for
+        rows:   (16, size) float32, workspace
+        space:  (17, 16) float32, workspace
+    """
+    rotate_tile(source, step, rows, 16, size, half.rotation, ahead, space)
+    codes = _codes(half)
+    inverses, scales = space + 16 * 64, region + 2 * first
+    steps = codes.highest - codes.center
+    if not settle_magnitudes(space, steps, SMALL, inverses, scales):
+        return False
+    at = region + half.codes
+    if which:
+        to = at + first * 2 * half.bits
+        code_bytes_of_value(rows, size, inverses, codes.center, to, half.tile)
+    else:
+        code_bytes_of_key(rows, size, inverses, codes.center, at + first // 16 * half.tile)
+    return True
 
 
 @njit

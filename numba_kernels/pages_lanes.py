@@ -6,6 +6,7 @@ Every lane does what the specification says for one number, in its order: vector
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -54,11 +55,63 @@ def _butterflies(e: Emitter, x: list[Value]) -> list[Value]:
     return x
 
 
-@intrinsic
-def rotate_rows(typing_context, source, step, to, rows, size, block, ahead):
+def _make_rotate(each: bool) -> Any:
+    """``rotate_rows``, or with ``each`` ``rotate_tile``."""
+
+    @intrinsic
+    def rotate_rows(typing_context, source, step, to, rows, size, block, ahead, magnitudes):
+        def generate(context, builder, signature, arguments):
+            e = Emitter(builder)
+            source, step, to, rows, size, block, ahead, magnitudes = arguments
+            none = ir.Constant(_INTS, [0] * LANES)
+            seen = cgutils.alloca_once_value(builder, none)
+            builder.store(none, seen)
+
+            def emit(known: int) -> None:
+                factor = e.constant(float(np.float32(1 / np.sqrt(np.float64(known)))))
+                with e.loop(rows) as row:
+                    if each:
+                        builder.store(none, seen)
+                    with e.loop(builder.sdiv(size, block)) as i:
+                        begin = e.add(e.add(source, e.times(row, step)), e.times(i, 4 * known))
+                        target = e.add(to, e.times(e.add(e.times(row, size), e.times(i, known)), 4))
+                        offsets = [4 * k for k in range(0, known, LANES)]
+                        for offset in offsets:
+                            e.prefetch(e.add(e.add(begin, ahead), offset), near=True)
+                        x = _butterflies(e, [e.load(e.add(begin, offset)) for offset in offsets])
+                        largest = builder.load(seen)
+                        for vector, offset in zip(x, offsets, strict=True):
+                            number = builder.fmul(vector, factor)
+                            e.store(number, e.add(target, offset))
+                            bits = builder.bitcast(number, _INTS)
+                            size_ = builder.and_(bits, e.lanes([0x7FFFFFFF] * LANES))
+                            largest = _larger(e, size_, largest)
+                        builder.store(largest, seen)
+                    if each:
+                        place = e.add(magnitudes, e.times(row, 4 * LANES))
+                        e.store(builder.bitcast(builder.load(seen), VECTOR), place)
+
+            by_known(e, block, _BLOCKS, emit)
+            if each:
+                return context.get_dummy_value()
+            total = e.across(lambda a, b: _larger(e, a, b), builder.load(seen), LANES)
+            first = builder.extract_element(total, ir.Constant(_INT, 0))
+            return builder.zext(first, ir.IntType(64))
+
+        result = types.void if each else types.int64
+        return result(_I, _I, _I, _I, _I, _I, _I, _I), generate
+
+    return rotate_rows
+
+
+_rotate_rows, _rotate_tile = _make_rotate(False), _make_rotate(True)
+
+
+@njit
+def rotate_rows(source, step, to, rows, size, block, ahead):
     """Multiply blocks of rows by the orthonormal Hadamard matrix, its own inverse.
 
-    The largest magnitude in the source, NaN above all, as the bits of a float32.
+    The largest magnitude in the result, NaN above all, as the bits of a float32.
 
     Shapes:
         source: (rows, size) float32, rows ``step`` bytes apart; may be ``to``
@@ -66,36 +119,16 @@ def rotate_rows(typing_context, source, step, to, rows, size, block, ahead):
         block:  a power of two, 16 to 256, that divides ``size``
         ahead:  bytes from what is read to what is asked for
     """
+    return _rotate_rows(source, step, to, rows, size, block, ahead, 0)
 
-    def generate(context, builder, signature, arguments):
-        e = Emitter(builder)
-        source, step, to, rows, size, block, ahead = arguments
-        none = ir.Constant(_INTS, [0] * LANES)
-        seen = cgutils.alloca_once_value(builder, none)
-        builder.store(none, seen)
 
-        def emit(known: int) -> None:
-            factor = e.constant(float(np.float32(1 / np.sqrt(np.float64(known)))))
-            with e.loop(rows) as row, e.loop(builder.sdiv(size, block)) as i:
-                begin = e.add(e.add(source, e.times(row, step)), e.times(i, 4 * known))
-                target = e.add(to, e.times(e.add(e.times(row, size), e.times(i, known)), 4))
-                offsets = [4 * k for k in range(0, known, LANES)]
-                for offset in offsets:
-                    e.prefetch(e.add(e.add(begin, ahead), offset), near=True)
-                x = [e.load(e.add(begin, offset)) for offset in offsets]
-                largest = builder.load(seen)
-                for vector in x:
-                    bits = builder.and_(builder.bitcast(vector, _INTS), e.lanes([0x7FFFFFFF] * 16))
-                    largest = _larger(e, bits, largest)
-                builder.store(largest, seen)
-                for vector, offset in zip(_butterflies(e, x), offsets, strict=True):
-                    e.store(builder.fmul(vector, factor), e.add(target, offset))
+@njit
+def rotate_tile(source, step, to, rows, size, block, ahead, magnitudes):
+    """Like :func:`rotate_rows`, with magnitudes of each row.
 
-        by_known(e, block, _BLOCKS, emit)
-        total = e.across(lambda a, b: _larger(e, a, b), builder.load(seen), LANES)
-        return builder.zext(builder.extract_element(total, ir.Constant(_INT, 0)), ir.IntType(64))
-
-    return types.int64(_I, _I, _I, _I, _I, _I, _I), generate
+    ``magnitudes``: (rows, 16) int32: the largest of a row's are in the 16 lanes.
+    """
+    _rotate_tile(source, step, to, rows, size, block, ahead, magnitudes)
 
 
 def _larger(e: Emitter, a: Value, b: Value) -> Value:
@@ -109,6 +142,11 @@ def rotate(rows, count, block):
     ``block``: a power of two, 16 to 256.
     """
     rotate_rows(rows, 0, rows, 1, count, block, 0)
+
+
+SMALL = np.float32(65504 / 32)
+"""Where no number is larger behind a rotation, none was beyond float16 before it, nor NaN: rotated,
+a block of 256 is as long as it was, and its largest number at most 16 times smaller."""
 
 
 @njit

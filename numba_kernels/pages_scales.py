@@ -21,6 +21,8 @@ _INTS, _SHORTS = ir.VectorType(_INT, LANES), ir.VectorType(_SHORT, LANES)
 _VECTOR_BYTES = 4 * LANES
 _AT_ONCE = 4  # numbers of a channel that are compared with four partial results
 
+_NORMAL = 2.0**-14  # the smallest float16 that has all bits of its fraction
+
 RANGES = 2 * LANES * _VECTOR_BYTES
 """Bytes of workspace of :func:`ranges_of_tokens`."""
 
@@ -187,3 +189,39 @@ def settle(typing_context, at, midpoint, center, to):
         return context.get_dummy_value()
 
     return types.void(_I, _I, types.float32, _I), generate
+
+
+@intrinsic
+def settle_magnitudes(typing_context, magnitudes, parts, limit, to, halves):
+    """Scales of 16 rows whose codes are symmetric, rounded to float16; whether they are plain.
+
+    They are where all numbers are within ``limit`` and all scales normal float16: then no code
+    needs to be clipped. Otherwise what is written means nothing.
+
+    Shapes:
+        magnitudes: (16, 16) int32, bits of float32: the largest of a row's lanes is the row's
+        parts:      steps from the center to the highest code
+        to:         (16) float32: becomes 1 / step
+        halves:     (16) float16: becomes the steps
+    """
+
+    def generate(context, builder, signature, arguments):
+        e, b = Emitter(builder), builder
+        magnitudes, parts, limit, to, halves = arguments
+        rows = [e.load(e.add(magnitudes, j * _VECTOR_BYTES)) for j in range(LANES)]
+
+        def larger(x: Value, y: Value) -> Value:
+            """Of magnitudes, in the order of their bits: NaN is the largest."""
+            x, y = b.bitcast(x, _INTS), b.bitcast(y, _INTS)
+            return b.bitcast(b.select(b.icmp_signed(">", x, y), x, y), VECTOR)
+
+        largest = e.joined(larger, rows)
+        bits, step = _half(e, b.fdiv(largest, e.splat(parts, VECTOR)))
+        e.store(b.fdiv(e.constant(1.0), step), to)
+        b.store(bits, b.inttoptr(halves, _SHORTS.as_pointer())).align = 1
+        small = b.fcmp_ordered("<=", largest, e.splat(limit, VECTOR))
+        plain = b.and_(small, b.fcmp_ordered(">=", step, e.constant(_NORMAL)))
+        lanes = b.bitcast(plain, ir.IntType(LANES))
+        return b.zext(b.icmp_signed("==", lanes, ir.Constant(lanes.type, -1)), ir.IntType(64))
+
+    return types.int64(_I, types.float32, types.float32, _I, _I), generate

@@ -331,3 +331,32 @@ def test_writes_give_the_bytes_of_the_specification(name, dims, seed):
         converted = spec.convert(page_format, formats.BUILTIN[target], expected, dims, fill)
         np.testing.assert_array_equal(table.raw[page], converted, target)
     assert table.guards_intact()
+
+
+STRANGE = {
+    "zeros": 0.0,
+    "scales that are subnormal": 2.0**-8,
+    "scales that round to 0": 2.0**-20,
+    "as large as it gets": 65504.0,
+    "too large": 1e30,
+    "infinite": np.inf,
+    "not a number": np.nan,
+}
+
+
+@pytest.mark.parametrize("number", STRANGE.values(), ids=STRANGE)
+@pytest.mark.parametrize("every", [1, 5], ids=["whole tokens", "single numbers"])
+@pytest.mark.parametrize("name", INTEGERS)
+def test_a_strange_token_in_a_tile_gives_the_bytes_of_the_specification(name, every, number):
+    """One token of 16 that are coded together; its neighbours are as any."""
+    dims = (2, 2, 64, 128)
+    x = tokens(dims, seed=3)
+    signs = np.where(np.arange(dims[3]) % 3, 1, -1)[::every]
+    x[0, 1, 21, ::every] = number * signs
+    x[1, 0, 47, ::every] = number * signs
+    table = Table(dims, [name])
+    table.write([0], x, 0)
+    page = np.zeros_like(table.raw[0])
+    expected = spec.write(formats.BUILTIN[name], page, dims, x, 0, 0)
+    np.testing.assert_array_equal(table.raw[0], expected)
+    assert table.guards_intact()
