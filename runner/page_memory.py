@@ -1,7 +1,8 @@
 """Memory of single pages: taken from the system one by one, kept for a while when given back.
 
-Every page is an allocation of its own, so that a cache grows and shrinks by pages and no page ever
-moves. Which page holds what is decided in ``page_table``.
+A cache grows and shrinks by pages, and no page ever moves. Which page holds what is decided in
+``page_table``. Pages of one size lie side by side in huge frames (``slabs``): attention reads them
+once a token, and in frames of 4 KiB a cold read waits for a translation at the end of each.
 
 Policy: a page that is given back is kept for the next page of the same number of bytes as long as
 all that is kept stays under ``keep`` bytes; what is beyond goes back to the system at once, the
@@ -19,13 +20,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from onnx_inplace.numba_kernels.memory import address
-from onnx_inplace.runner import storage
+from onnx_inplace.runner import slabs, storage
 from onnx_inplace.runner.storage import Array
 
 KEEP = 16 << 20
 """Bytes that a memory keeps by default, over all sizes of pages."""
 
 _BYTE = np.dtype(np.uint8)
+_SMALLEST = 4 << 10  # bytes of a page that lies in a slab: smaller ones share a frame anyway
 _RELEASE = 32 << 20  # bytes given back before the C library is asked to return them, too
 
 
@@ -78,6 +80,8 @@ class PageMemory:
             if page is not None:
                 self._kept -= size
         if page is None:
+            if _SMALLEST <= size <= slabs.LARGEST:
+                return slabs.shared.take(size, zeroed=zeroed)
             # Zeroed memory of the system is committed when it is first written.
             return (storage.zeros if zeroed else storage.empty)((size,), _BYTE)
         if zeroed:
@@ -86,8 +90,8 @@ class PageMemory:
 
     def give(self, page: Array) -> None:
         """Give back a page that nobody else can see. A part of a mapped file is let go."""
-        if not (isinstance(page.base, np.ndarray) and page.base.flags.owndata):
-            return
+        if isinstance(page.base, np.ndarray) and not page.base.flags.owndata:
+            return  # of a mapped file
         size = page.nbytes
         with self._lock:
             if size <= self.keep:

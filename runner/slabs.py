@@ -1,9 +1,10 @@
 """Memory for arrays of up to some MiB: those of one size lie side by side in huge frames.
 
 The caches of a decoder's layers are of one size, often less than two of the huge frames (2 MiB)
-that CPUs translate addresses with, and are read from end to end in every step. Allocated one by
-one they lie in frames of 4 KiB, and a cold read waits for a translation every 4 KiB: with
-SmolLM2-135M a token at position 8,000 takes 8 % longer.
+that CPUs translate addresses with, and are read from end to end in every step; so are the pages of
+a cache. Allocated one by one they lie in frames of 4 KiB, and a cold read waits for a translation
+every 4 KiB: with SmolLM2-135M a token at position 8,000 takes 8 % longer, attention over INT8 pages
+a third.
 
 The whole frames of an array that nobody holds any more return to the system at once.
 """
@@ -16,7 +17,6 @@ import ctypes
 import math
 import mmap
 import threading
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,9 +51,9 @@ class _Slab:
             self._region = mmap.mmap(-1, _SLAB + _HUGE, **_PRIVATE)
         except OSError as error:
             raise MemoryError(f"no {_SLAB} bytes of address space: {error}") from error
-        everything = memoryview(self._region)
-        self._start = -address(np.frombuffer(everything, np.uint8)) % _HUGE
-        self._bytes = everything
+        place = address(np.frombuffer(self._region, np.uint8))
+        self._start = -place % _HUGE
+        self._address = place + self._start
         self._stride = stride
         self._returned: list[int] = []  # appended to by finalizers, in any thread at any time
         self._given = 0
@@ -74,10 +74,9 @@ class _Slab:
             self._given += 1
             return self._given - 1, True
 
-    def piece(self, number: int, size: int) -> Array:
-        """The bytes of a piece. Arrays over this one keep it alive: it has a base of its own."""
-        at = self._start + number * self._stride
-        return np.frombuffer(self._bytes[at : at + size], np.uint8)
+    def address(self, number: int) -> int:
+        """Of a piece."""
+        return self._address + number * self._stride
 
     def give(self, number: int) -> None:
         """Nobody sees this piece any more: its whole frames go back to the system."""
@@ -96,13 +95,32 @@ class _Slab:
             self._region.madvise(advice, start, length)
 
 
+class _Piece:
+    """What the arrays over a piece have as their base: it goes back when the last of them goes."""
+
+    __slots__ = "_owner", "_slab", "_stride", "number", "size"
+
+    def __init__(self, owner: Slabs, slab: _Slab, stride: int, number: int, size: int):
+        self._owner, self._slab, self._stride = owner, slab, stride
+        self.number, self.size = number, size
+        _track(_NUMPY, slab.address(number), size)
+
+    @property
+    def __array_interface__(self) -> dict[str, object]:
+        place = self._slab.address(self.number), False
+        return {"version": 3, "typestr": "|u1", "shape": (self.size,), "data": place}
+
+    def __del__(self) -> None:
+        self._owner.give(self._stride, self._slab, self.number)
+
+
 class Slabs:
     """Pieces by size. All methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._with_room: dict[int, dict[int, _Slab]] = {}  # by size, then by id
-        # A finalizer runs wherever a reference is dropped, under any lock: it takes none.
+        # ``give`` runs wherever a reference is dropped, under any lock: it takes none.
         self._changed: collections.deque[tuple[int, _Slab]] = collections.deque()
 
     def take(self, size: int, *, zeroed: bool) -> Array:
@@ -117,13 +135,10 @@ class Slabs:
         with self._lock:
             self._look_again()
             slab, number, fresh = self._slot(stride)
-        piece = slab.piece(number, size)
-        place = address(piece)
-        weakref.finalize(piece, self._give, stride, slab, number, place).atexit = False
-        _track(_NUMPY, place, size)
+        array = np.asarray(_Piece(self, slab, stride, number, size))
         if zeroed and not fresh:
-            piece[:] = 0
-        return piece
+            array[:] = 0
+        return array
 
     def _slot(self, stride: int) -> tuple[_Slab, int, bool]:
         slabs = self._with_room.setdefault(stride, {})
@@ -148,8 +163,9 @@ class Slabs:
             else:
                 slabs[id(slab)] = slab
 
-    def _give(self, stride: int, slab: _Slab, number: int, place: int) -> None:
-        _untrack(_NUMPY, place)
+    def give(self, stride: int, slab: _Slab, number: int) -> None:
+        """Nobody has an array over this piece any more."""
+        _untrack(_NUMPY, slab.address(number))
         slab.give(number)
         self._changed.append((stride, slab))
 

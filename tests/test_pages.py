@@ -358,6 +358,15 @@ def test_freed_pages_serve_pages_of_their_size_and_are_zeroed(
     assert other.address == place and not other.raw.any() and memory.kept == 0
 
 
+def test_pages_of_one_size_lie_side_by_side(memory: PageMemory) -> None:
+    """Of all caches: a reader meets a new huge frame every 2 MiB, not a new frame in each page."""
+    dims = 2, 3, 32, 80  # of no other test: nothing lies between
+    caches = [PagedCache(dims, np.float16, memory=memory) for _ in range(2)]
+    places = [c.page(c.allocate_page("INT8")).address for _ in range(4) for c in caches]
+    size = formats.INT8.page_bytes(dims)
+    assert set(np.diff(places)) == {-(-size // 64) * 64}
+
+
 def test_what_is_kept_is_limited_and_given_back_on_demand(memory: PageMemory) -> None:
     memory.keep = 3 * F16
     cache = PagedCache(DIMS, np.float16, memory=memory)
