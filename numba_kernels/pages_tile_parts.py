@@ -6,8 +6,11 @@ are not negative, may have one plane: their error is a part of the largest weigh
 is a part of all scores, which outliers make large. A vector of scores holds 16 tokens of one head,
 a vector of sums 16 elements.
 
-While one page is worked on, the next one is asked for, a line or two at a time: a core has only
-some loads under way, and a burst of requests holds up all that stands behind it (measured: 12 %).
+Memory is asked for half a page ahead, into the second-level cache, a line or two at a time: a core
+has only some loads under way, and a burst of requests holds up all that stands behind it (measured:
+12 %). Such a request is dropped when too many are under way (one in twenty to a hundred, and to
+wait for one of those takes as long as thirty others). So the same lines are asked for again, into
+the first-level cache, one step of a loop before they are read; these requests are kept.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from onnx_inplace.numba_kernels.pages_tile_lanes import LINE, Codes
 from onnx_inplace.numba_kernels.vector import LANES, Value
 
 _HEADS = 4  # whose sums are kept in registers at once, in all planes
+_AGAIN = 8  # bits of the codes that are asked for twice: fewer bits wait for arithmetic instead
 _TILES = 2  # that share each load of the queries
 _PLANES = 2  # of queries
 
@@ -107,7 +111,7 @@ def make_scores(
         codes:  (tiles) tiles of 16 tokens
         scales: float16 of the first token, blocks ``step`` bytes apart; unless ``by_channel``
         to:     (tiles, group, 16) float32
-        ahead:  address of what is read next: each tile asks for ``asks`` lines of it
+        ahead:  address of what is read later: each tile asks for ``asks`` lines of it
     """
     blocks = -(-size // block)
     fields = 8 // bits
@@ -120,6 +124,8 @@ def make_scores(
             builder, tiles = e.builder, range(together)
             codes, _, scales, step, midpoint, planes, aux, to, ahead = arguments
             here = [e.add(codes, e.times(e.add(first, t), tile)) for t in tiles]
+            following = e.least(e.add(first, together), e.add(arguments[1], -together))
+            near = e.add(codes, e.times(following, tile))
             soon, vectors = e.add(ahead, e.times(first, asks * LINE)), size // (4 * fields)
             asking = -(-group // _HEADS) * vectors
             for begin in range(0, group, _HEADS):
@@ -131,6 +137,8 @@ def make_scores(
                     last = min(size, (k + 1) * block)
                     for v in range(k * block // (4 * fields), last // (4 * fields)):
                         e.ask(soon, asks * together, begin // _HEADS * vectors + v, asking)
+                        for t in tiles if begin == 0 and bits == _AGAIN else ():
+                            e.prefetch(e.add(near, t * tile + v * LINE), near=True)
                         parts = [e.fields(e.integers(e.add(x, v * LINE)), bits) for x in here]
                         for f in range(fields):
                             c = (v * fields + f) * 4
@@ -190,7 +198,7 @@ def make_sums(
     center2: int,
     page_size: int,
     count: int,
-    asks: int,
+    lines: int,
 ) -> Any:
     """``sums(codes, first, last, planes, aux, to, ahead)``: weighted values join the sums.
 
@@ -199,25 +207,33 @@ def make_sums(
         first, last: vectors of a tile that have tokens with a weight
         planes, aux: as ``weights`` leaves them, rows of ``page_size``, ``count`` planes
         to:          (group, size) float32
-        ahead:       address of what is read next: each vector that is read asks for ``asks`` lines
+        ahead:       address of what is read later: ``lines`` lines of it are asked for
     """
     blocks = -(-size // block)
     fields = 8 // bits
     tile = page_size * bits // 8 * LANES
     vectors = page_size // (4 * fields)
+    every = panels(size, group, block)
+    whole, more = divmod(-(-lines // vectors), len(every))
+    shares = [whole + (number < more) for number in range(len(every))]  # lines for each vector
 
     @intrinsic
     def sums(typing_context, codes, first, last, planes, aux, to, ahead):
-        def panel(e: Codes, columns: range, begin: int, arguments: Any, number: int) -> None:
-            """``columns``: numbers of one or two tiles of one block; ``number``: of this panel."""
+        def panel(e: Codes, number: int, arguments: Any) -> None:
+            """One of ``panels``."""
             builder = e.builder
+            columns, begin = every[number]
+            following = next((c for c, head in every[number + 1 :] if head == 0), range(0))
             codes, first, last, planes, aux, to, ahead = arguments
             heads, k = range(begin, min(group, begin + _HEADS)), columns[0] * LANES // block
             keys = [(p, g, c) for p in range(count) for g in heads for c in columns]
             kept = {key: cgutils.alloca_once_value(builder, e.ints(0)) for key in keys}
             with e.loop(builder.sub(last, first)) as j:
                 v = e.add(first, j)
-                e.ask(e.add(ahead, e.times(e.add(j, number * vectors), asks * LINE)), asks)
+                asked = sum(shares[:number]) * vectors * LINE
+                e.ask(e.add(ahead, e.add(e.times(j, shares[number] * LINE), asked)), shares[number])
+                for c in following if begin == 0 and bits == _AGAIN else ():
+                    e.prefetch(e.add(codes, e.add(e.times(v, LINE), c * tile)), near=True)
                 now = {key: builder.load(place) for key, place in kept.items()}
                 parts = {}
                 for c in columns:
@@ -245,8 +261,8 @@ def make_sums(
 
         def generate(context, builder, signature, arguments):
             e = Codes(builder, count)
-            for number, (columns, begin) in enumerate(panels(size, group, block)):
-                panel(e, columns, begin, arguments, number)
+            for number in range(len(every)):
+                panel(e, number, arguments)
             return context.get_dummy_value()
 
         return types.void(_I, _I, _I, _I, _I, _I, _I), generate

@@ -15,7 +15,7 @@ from onnx_inplace.numba_kernels.pages_layout import read_half
 from onnx_inplace.numba_kernels.pages_numbers import half_at
 from onnx_inplace.numba_kernels.pages_task import KERNEL, read_task
 from onnx_inplace.numba_kernels.pages_tile_lanes import LINE
-from onnx_inplace.numba_kernels.pages_tile_parts import make_fold, make_scores, make_sums, panels
+from onnx_inplace.numba_kernels.pages_tile_parts import make_fold, make_scores, make_sums
 from onnx_inplace.numba_kernels.pages_tile_weights import make_weights
 
 # RUN: tokens that share the scales of channels of K; 0: K has scales of tokens.
@@ -36,14 +36,17 @@ VALUE_AUX = GROUP * (1 + 3 * VALUE_BLOCKS) * LINE
 SCRATCH = KEY_PLANES + KEY_AUX + SCORES + VALUE_PLANES + VALUE_AUX + SIZE * 4 + LINE
 PREPARED = KEY_PLANES + KEY_AUX + LINE
 
-# While a page is worked on, scores ask for two thirds of the next K, weights for the rest of it and
-# a third of the next V, sums for the rest of that. Numbers are lines for each step of a loop.
-LINES = PAGE * SIZE * BITS // 8 * 9 // 8 // LINE + 1  # of a half with its scales
+# What is read soon is asked for by scores and weights, what is read later by weights and sums: with
+# 8 bits V of this page and K of the next, else K and V of the next, which arithmetic leaves time to
+# arrive. KEY_ASKS and WEIGHT_ASKS are lines for each tile, VALUE_ASKS in all.
+KEY_SCALES = -(-PAGE // RUN) * SIZE if RUN else PAGE * -(-SIZE // K)
+SCALES = 2 * (1 + AFFINE) * max(KEY_SCALES, PAGE * VALUE_BLOCKS)  # bytes
+LINES = -(-(PAGE * SIZE * BITS // 8 + SCALES) // LINE)
 TILES = PAGE // 16
-VECTORS = PAGE // (4 * FIELDS) * len(panels(SIZE, GROUP, V))
-KEY_ASKS = -(-LINES * 2 // (3 * TILES))
-WEIGHT_ASKS = -(-LINES // (3 * TILES))
-VALUE_ASKS = -(-LINES * 2 // (3 * VECTORS))
+FIRST = 7 / 8 if BITS == 8 else 2 / 3  # of what is read soon: asked for by scores
+KEY_ASKS = math.ceil(FIRST * LINES / TILES)
+WEIGHT_ASKS = max(0, -(-(LINES - KEY_ASKS * TILES) // TILES))
+VALUE_ASKS = LINES - WEIGHT_ASKS * TILES
 
 fold = make_fold(SIZE, GROUP, KEY_BLOCK, CENTER, RUN > 0)
 scores = make_scores(BITS, SIZE, GROUP, KEY_BLOCK, CENTER, RUN > 0, AFFINE, KEY_ASKS)
@@ -85,6 +88,7 @@ def attend(task):
     offsets = value_aux + VALUE_AUX
     queries = x.rotated if key.rotation else x.queries
     next_key, next_value = (x.next, x.next_value) if x.next else (x.key, x.value)
+    soon, later = (x.value, next_key) if BITS == 8 else (next_key, next_value)
     begin, end = x.first // 16, (x.last + 15) // 16  # tiles
     tile = 16 * SIZE * BITS // 8
     if RUN:
@@ -93,22 +97,22 @@ def attend(task):
             scales = x.key + g * key.step
             fold(queries, scales, scales + key.midpoint, planes, aux)
             low, high = max(begin, g * step), min(end, (g + 1) * step)
-            codes, ahead = x.key + key.codes + low * tile, next_key + low * KEY_ASKS * LINE
+            codes, ahead = x.key + key.codes + low * tile, soon + low * KEY_ASKS * LINE
             to = results + (low - begin) * GROUP * LINE
             scores(codes, high - low, 0, 0, 0, planes, aux, to, ahead)
     else:
         if x.fresh:
             fold(queries, 0, 0, planes, aux)
         codes, scales = x.key + key.codes + begin * tile, x.key + 32 * begin
-        scores(codes, end - begin, scales, key.step, key.midpoint, planes, aux, results, next_key)
+        scores(codes, end - begin, scales, key.step, key.midpoint, planes, aux, results, soon)
     if key.offsets or x.softcap:
         _adjust(x, key, results, end - begin, offsets)
     first, last = x.first - 16 * begin, x.last - 16 * begin
     scales = x.value + 32 * begin
     weights(
         results, end - begin, first, last, x.states, scales, value.step, value.midpoint,
-        value_planes + 16 * begin, value_aux, next_key + KEY_ASKS * TILES * LINE, next_value,
+        value_planes + 16 * begin, value_aux, soon + KEY_ASKS * TILES * LINE, later,
     )  # fmt: skip
     low, high = begin * 4 // FIELDS, end * 4 // FIELDS  # a vector has 4 * FIELDS tokens
-    ahead = next_value + WEIGHT_ASKS * TILES * LINE
+    ahead = later + WEIGHT_ASKS * TILES * LINE
     sums(x.value + value.codes, low, high, value_planes, value_aux, x.sums, ahead)
