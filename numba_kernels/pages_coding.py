@@ -138,19 +138,30 @@ def _joined_bytes(e: Emitter, codes: list[Value]) -> Value:
     return b.sub(line, e.lanes([base - (base >> 31 << 32)] * LANES))
 
 
+def _ask(e: Emitter, asked: Value, step: Value, row: int, size: Value, element: Value) -> None:
+    """Ask for a part of the second half of a row of float32.
+
+    ``element``: from 0 to ``size``, a line for each 32. The rotation asked for the first half:
+    requests are spread over all that is done with a tile.
+    """
+    begin = e.add(e.add(asked, e.times(step, row)), e.times(size, 2))
+    e.prefetch(e.add(begin, e.times(element, 2)), near=True)
+
+
 @intrinsic
-def code_bytes_of_key(typing_context, x, size, inverses, center, to):
+def code_bytes_of_key(typing_context, x, size, inverses, center, to, asked, step):
     """16 tokens of K, whose codes are bytes and need no clipping, become a tile.
 
     Shapes:
         x:        (16, size) float32; ``size`` a multiple of 64
         inverses: (16) float32, of the scales of tokens
         to:       of the tile
+        asked:    (16, size) float32, rows ``step`` bytes apart: their second halves are asked for
     """
 
     def generate(context, builder, signature, arguments):
         e = Emitter(builder)
-        x, size, inverses, center, to = arguments
+        x, size, inverses, center, to, asked, step = arguments
         center = e.splat(center, VECTOR)
         # four bytes that stand 16 elements apart in a lane become four neighbours
         order = [16 * (k // 16) + 4 * (k % 4) + k // 4 % 4 for k in range(4 * LANES)]
@@ -166,28 +177,31 @@ def code_bytes_of_key(typing_context, x, size, inverses, center, to):
                 line = builder.bitcast(line, line_bytes)
                 line = builder.shuffle_vector(line, line, neighbours)
                 rows.append(builder.bitcast(line, _INTS))
+                for offset in (0, 2 * LANES):
+                    _ask(e, asked, step, t, size, e.add(e.times(k, 4 * LANES), offset))
             target = e.add(to, e.times(k, 4 * LANES * LANES))
             for i, row in enumerate(e.transposed(rows)):  # 4 elements from 16 * (i % 4) + i // 4
                 pointer = e.add(target, 4 * LANES * (4 * (i % 4) + i // 4))
                 builder.store(row, builder.inttoptr(pointer, _INTS.as_pointer())).align = 1
         return context.get_dummy_value()
 
-    return types.void(_I, _I, _I, _F, _I), generate
+    return types.void(_I, _I, _I, _F, _I, _I, _I), generate
 
 
 @intrinsic
-def code_bytes_of_value(typing_context, x, size, inverses, center, to, tile):
+def code_bytes_of_value(typing_context, x, size, inverses, center, to, tile, asked, step):
     """16 tokens of V, whose codes are bytes and need no clipping, to their places in tiles.
 
     Shapes:
         x:        (16, size) float32
         inverses: (16) float32, of the scales of tokens
         to:       of the first 16 elements; those that follow are ``tile`` bytes apart
+        asked:    (16, size) float32, rows ``step`` bytes apart: their second halves are asked for
     """
 
     def generate(context, builder, signature, arguments):
         e = Emitter(builder)
-        x, size, inverses, center, to, tile = arguments
+        x, size, inverses, center, to, tile, asked, step = arguments
         center = e.splat(center, VECTOR)
         with e.loop(builder.sdiv(size, e.whole(LANES))) as k:
             column, target = e.add(x, e.times(k, 4 * LANES)), e.add(to, e.times(tile, k))
@@ -197,8 +211,9 @@ def code_bytes_of_value(typing_context, x, size, inverses, center, to, tile):
                     number = e.load(e.add(column, e.times(size, 4 * t)))
                     inverse = e.load_all(e.add(inverses, 4 * t))
                     codes.append(_plain_codes(e, number, inverse, center))
+                    _ask(e, asked, step, t, size, e.times(k, LANES))
                 pointer = builder.inttoptr(e.add(target, 16 * v), _INTS.as_pointer())
                 builder.store(_joined_bytes(e, codes), pointer).align = 1
         return context.get_dummy_value()
 
-    return types.void(_I, _I, _I, _F, _I, _I), generate
+    return types.void(_I, _I, _I, _F, _I, _I, _I, _I), generate

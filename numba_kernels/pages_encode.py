@@ -328,12 +328,13 @@ def encode_tile(which, half, region, size, source, step, first, ahead, rows, spa
     steps = codes.highest - codes.center
     if not settle_magnitudes(space, steps, SMALL, inverses, scales):
         return False
-    at = region + half.codes
+    at, asked = region + half.codes, source + ahead
     if which:
         to = at + first * 2 * half.bits
-        code_bytes_of_value(rows, size, inverses, codes.center, to, half.tile)
+        code_bytes_of_value(rows, size, inverses, codes.center, to, half.tile, asked, step)
     else:
-        code_bytes_of_key(rows, size, inverses, codes.center, at + first // 16 * half.tile)
+        to = at + first // 16 * half.tile
+        code_bytes_of_key(rows, size, inverses, codes.center, to, asked, step)
     return True
 
 

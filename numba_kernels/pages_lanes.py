@@ -76,8 +76,12 @@ def _make_rotate(each: bool) -> Any:
                         begin = e.add(e.add(source, e.times(row, step)), e.times(i, 4 * known))
                         target = e.add(to, e.times(e.add(e.times(row, size), e.times(i, known)), 4))
                         offsets = [4 * k for k in range(0, known, LANES)]
+                        place = e.add(begin, ahead)
+                        if each:  # the first half of the row
+                            place = e.add(place, e.times(i, -2 * known))
                         for offset in offsets:
-                            e.prefetch(e.add(e.add(begin, ahead), offset), near=True)
+                            part = offset // 2 if each else offset
+                            e.prefetch(e.add(place, part), near=True)
                         x = _butterflies(e, [e.load(e.add(begin, offset)) for offset in offsets])
                         largest = builder.load(seen)
                         for vector, offset in zip(x, offsets, strict=True):
@@ -124,7 +128,7 @@ def rotate_rows(source, step, to, rows, size, block, ahead):
 
 @njit
 def rotate_tile(source, step, to, rows, size, block, ahead, magnitudes):
-    """Like :func:`rotate_rows`, with magnitudes of each row.
+    """Like :func:`rotate_rows`, with magnitudes of each row; the first half of a row is asked for.
 
     ``magnitudes``: (rows, 16) int32: the largest of a row's are in the 16 lanes.
     """
