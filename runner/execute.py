@@ -32,7 +32,15 @@ from onnx_inplace.compiler.steps import (
     View,
 )
 from onnx_inplace.numba_kernels.memory import address
-from onnx_inplace.runner import control, library, library_check, registry, standard, views
+from onnx_inplace.runner import (
+    control,
+    huge_pages,
+    library,
+    library_check,
+    registry,
+    standard,
+    views,
+)
 from onnx_inplace.runner.actions import Action, Array, Fuse, Settings, Slots
 from onnx_inplace.runner.frames import Frame
 from onnx_inplace.runner.fused.choice import Alternative, OnStorage
@@ -129,9 +137,10 @@ class Engine:
         usual = {id(s) for s in _all_steps(self.fused.block or self.plan.block)}
         later = [r.step for key, r in self._sub_sessions.items() if key not in usual]
         usual.update(id(step) for step in library_check.doubtful(later))
-        for key, runner in self._sub_sessions.items():
-            if key in usual:
-                runner.load()
+        with huge_pages.of_what_is_loaded():
+            for key, runner in self._sub_sessions.items():
+                if key in usual:
+                    runner.load()
 
 
 def _nothing_fused(plan: ExecutionPlan, fused: Alternative) -> errors.BindingError:
