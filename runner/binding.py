@@ -171,6 +171,9 @@ class Binding:
             error, written = self._failed
             raise _dirty(error, written) from error
         session, checks = self._session, self._remaining
+        if len(values) != len(session.feeds) or not session.feed_names.issuperset(values):
+            names = (port.name for port in session.inputs)
+            values = inputs.flatten(names, values, session.defaults)
         given = None if self._intake is None else self._intake(values)
         if given is None:
             given = self._given(values)
@@ -216,11 +219,10 @@ class Binding:
             claims.append((cache, use))
             cache.begin(use, Access.READ_WRITE)
             cache.store.name = name  # what errors call it
-        for port, cache in zip(self._session.inputs, given, strict=True):
-            if isinstance(cache, PagedCache):
-                use = Use(port.name)
-                claims.append((cache, use))
-                cache.begin(use, Access.READ_ONLY)
+        for index, name in self._session.paged_inputs:
+            use, cache = Use(name), given[index]
+            claims.append((cache, use))
+            cache.begin(use, Access.READ_ONLY)
 
     def _given(self, values: dict[str, object]) -> list[Any]:
         """Ordinary inputs in order: of the declared type, C-contiguous, apart from all leases.
@@ -228,9 +230,6 @@ class Binding:
         Integers may be positions: they are copied.
         """
         session, lent = self._session, storage.leases.lent
-        if len(values) != len(session.feeds) or not session.feed_names.issuperset(values):
-            names = [port.name for _, port in session.feeds]
-            values = inputs.flatten(names, values, session.defaults)
         given: list[Any] = []
         for _, port in session.feeds:
             value = values[port.name]

@@ -8,7 +8,7 @@ they are lent, is decided in ``storage``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -201,7 +201,7 @@ def flatten(
     Raises:
         errors.BindingError: a name is missing, unknown, or given twice.
     """
-    expected = tuple(names)
+    expected = dict.fromkeys(names)  # looked up for each of many layers
     found: dict[str, Any] = {}
     for name, value in given.items():
         for path, leaf in _leaves(name, value, expected):
@@ -224,7 +224,7 @@ def flatten(
     )
 
 
-def _leaves(name: str, value: object, expected: tuple[str, ...]) -> Iterable[tuple[str, object]]:
+def _leaves(name: str, value: object, expected: Collection[str]) -> Iterable[tuple[str, object]]:
     parts = None
     if name not in expected and any(n.startswith(f"{name}.") for n in expected):
         parts = _parts(value)

@@ -106,6 +106,9 @@ class Session:
         self.mutable_inputs = tuple(port for _, port in ports if port.name in mutable)
         self.feeds = tuple((slot, port) for slot, port in ports if port.name not in mutable)
         self.inputs = tuple(port for _, port in self.feeds)
+        self.paged_inputs = tuple(
+            (k, port.name) for k, port in enumerate(self.inputs) if isinstance(port, PagedPort)
+        )
         self.feed_names = frozenset(port.name for port in self.inputs)
         self.defaults = {name: _constant(tensor) for name, tensor in loaded.defaults.items()}
         self.ports_by_name = {port.name: port for port in self.mutable_inputs}
