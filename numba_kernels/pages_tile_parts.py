@@ -22,7 +22,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from onnx_inplace.numba_kernels.floats import FLOAT16
-from onnx_inplace.numba_kernels.pages_tile_lanes import LINE, Codes
+from onnx_inplace.numba_kernels.pages_tile_lanes import LINE, Codes, packs, spot
 from onnx_inplace.numba_kernels.vector import LANES, Value
 
 _HEADS = 4  # whose sums are kept in registers at once, in all planes
@@ -43,7 +43,9 @@ def make_fold(size: int, group: int, block: int, center2: int, by_channel: bool)
         queries:           (group, size) float32
         scales, midpoints: (size) float16, with ``by_channel``
         planes:            (2, group, size) int8, the high one first
-        aux:               (group, blocks, 3) lines: unit, correction (int32), base
+        aux:               (blocks, 3) lines: unit, correction (int32), base
+
+    Blocks of a row of ``planes`` are in the order of ``spot``.
     """
     blocks = -(-size // block)
     heads = range(group)
@@ -54,38 +56,40 @@ def make_fold(size: int, group: int, block: int, center2: int, by_channel: bool)
             e = Codes(builder, _PLANES)
             queries, scales, midpoints, planes, aux = arguments
 
-            def scaled(c: int) -> list[Value]:
-                """16 elements of every query, times their scales."""
-                numbers = [e.load(e.add(queries, (g * size + c) * 4)) for g in heads]
-                if not by_channel:
-                    return numbers
-                scale = e.load(e.add(scales, 2 * c), FLOAT16)
-                return [builder.fmul(x, scale) for x in numbers]
+            def scaled(c: int, scale: Value, g: int) -> tuple[Value, Value]:
+                """16 elements of a query, and what they are times their scales."""
+                query = e.load(e.add(queries, (g * size + c) * 4))
+                return query, query if scale is None else builder.fmul(query, scale)
 
             for k in range(blocks):
-                columns = range(k * block, min(size, (k + 1) * block), LANES)
+                begin, end = k * block, min(size, (k + 1) * block)
                 base = [e.constant(0.0)] * group
                 largest = [e.constant(1e-30)] * group
-                for c in columns:
+                numbers: dict[tuple[int, int], Value] = {}
+                for c in range(begin, end, LANES):
+                    scale = e.load(e.add(scales, 2 * c), FLOAT16) if by_channel else None
                     middle = e.load(e.add(midpoints, 2 * c), FLOAT16) if by_channel else None
-                    for g, x in enumerate(scaled(c)):
-                        query = e.load(e.add(queries, (g * size + c) * 4))
+                    for g in heads:
+                        query, x = scaled(c, scale, g)
                         if by_channel:
                             base[g] = e.fma(query, middle, base[g])
                         else:
                             base[g] = builder.fadd(base[g], query)
                         largest[g] = e.maximum(largest[g], e.absolute(x))
-                largest = [e.across(e.maximum, x, LANES) for x in largest]
-                factors, units = zip(*map(e.integers_of, largest), strict=True)
-                totals = [e.ints(0)] * group
-                for c in columns:
-                    for g, x in enumerate(scaled(c)):
-                        whole = e.rounded(builder.fmul(x, factors[g]))
-                        totals[g] = builder.add(totals[g], whole)
-                        e.store_planes(whole, e.add(planes, g * size + c), group * size)
+                        numbers[c, g] = x
+                factors, unit = e.integers_of(e.by_head(e.maximum, largest))
+                step = LINE if packs(end - begin) else LANES
+                totals = []
                 for g in heads:
-                    line = e.add(aux, (g * blocks + k) * 3 * LINE)
-                    e.write_line(line, units[g], totals[g], base[g], center2)
+                    factor, sums = e.of_head(factors, g), [e.ints(0)] * _PLANES
+                    for first in range(begin, end, step):
+                        columns = range(first, first + step, LANES)
+                        whole = [e.rounded(builder.fmul(numbers[c, g], factor)) for c in columns]
+                        at = e.add(planes, g * size + first)
+                        found = e.store_planes(whole, at, group * size)
+                        sums = [builder.add(x, y) for x, y in zip(sums, found, strict=True)]
+                    totals.append(e.joined_planes(sums))
+                e.write_lines(e.add(aux, k * 3 * LINE), unit, totals, base, center2)
             return context.get_dummy_value()
 
         return types.void(_I, _I, _I, _I, _I), generate
@@ -141,7 +145,9 @@ def make_scores(
                             e.prefetch(e.add(near, t * tile + v * LINE), near=True)
                         parts = [e.fields(e.integers(e.add(x, v * LINE)), bits) for x in here]
                         for f in range(fields):
-                            c = (v * fields + f) * 4
+                            c = k * block + 4 * spot(
+                                v * fields + f - k * block // 4, last - k * block
+                            )
                             for g, p in ((g, p) for g in heads for p in range(_PLANES)):
                                 query = e.integer(e.add(planes, (p * group + g) * size + c))
                                 for t in tiles:
@@ -153,10 +159,10 @@ def make_scores(
                             d = e.load(at, FLOAT16)
                             middle = e.load(e.add(at, midpoint), FLOAT16) if affine else None
                         for g in heads:
-                            line = e.add(aux, (g * blocks + k) * 3 * LINE)
-                            correction = e.integers(e.add(line, LINE))
+                            line = e.add(aux, k * 3 * LINE + 4 * g)
+                            correction = e.integer(e.add(line, LINE))
                             x = e.centered(kept[t, g], correction, bool(center2 % 2))
-                            unit, base = e.load(line), e.load(e.add(line, 2 * LINE))
+                            unit, base = e.load_all(line), e.load_all(e.add(line, 2 * LINE))
                             if by_channel:
                                 result[t, g] = e.fma(x, unit, base)
                                 continue
@@ -209,13 +215,23 @@ def make_sums(
         to:          (group, size) float32
         ahead:       address of what is read later: ``lines`` lines of it are asked for
     """
-    blocks = -(-size // block)
     fields = 8 // bits
     tile = page_size * bits // 8 * LANES
-    vectors = page_size // (4 * fields)
+    vectors, ordered = page_size // (4 * fields), packs(page_size)
     every = panels(size, group, block)
     whole, more = divmod(-(-lines // vectors), len(every))
     shares = [whole + (number < more) for number in range(len(every))]  # lines for each vector
+
+    def four(e: Codes, v: Value) -> Value:
+        """Where the weights of the first tokens of vector ``v`` lie, as :func:`spot` says."""
+        number = e.times(v, fields)
+        if not ordered:
+            return number
+        b, three = e.builder, e.whole(3)
+        upper = b.and_(number, e.whole(-LANES))
+        lane = b.shl(b.and_(number, three), e.whole(2))
+        part = b.and_(b.lshr(number, e.whole(2)), three)
+        return e.add(e.add(upper, lane), part)
 
     @intrinsic
     def sums(typing_context, codes, first, last, planes, aux, to, ahead):
@@ -240,7 +256,7 @@ def make_sums(
                     at = e.add(e.times(v, LINE), c * tile)
                     parts[c] = e.fields(e.integers(e.add(codes, at)), bits)
                 for f in range(fields):
-                    token = e.add(e.times(v, 4 * fields), 4 * f)
+                    token = e.add(e.times(four(e, v), 4), 4 * f * (4 if ordered else 1))
                     for p, g in ((p, g) for p in range(count) for g in heads):
                         row = ((count * k + p) * group + g) * page_size
                         weight = e.integer(e.add(planes, e.add(token, row)))
@@ -249,9 +265,10 @@ def make_sums(
                 for key, place in kept.items():
                     builder.store(now[key], place)
             for g in heads:
-                line = e.add(aux, (group + (g * blocks + k) * 3) * LINE)
-                shrink, unit = e.load(e.add(aux, g * LINE)), e.load(line)
-                correction, middle = e.integers(e.add(line, LINE)), e.load(e.add(line, 2 * LINE))
+                line = e.add(aux, (1 + k * 3) * LINE + 4 * g)
+                shrink, unit = e.load_all(e.add(aux, 4 * g)), e.load_all(line)
+                correction = e.integer(e.add(line, LINE))
+                middle = e.load_all(e.add(line, 2 * LINE))
                 for c in columns:
                     totals = [builder.load(kept[p, g, c]) for p in range(count)]
                     x = e.centered(totals, correction, bool(center2 % 2))

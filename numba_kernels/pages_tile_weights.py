@@ -10,7 +10,7 @@ from numba.extending import intrinsic
 
 from onnx_inplace.numba_kernels.floats import FLOAT16
 from onnx_inplace.numba_kernels.layout import LOWEST
-from onnx_inplace.numba_kernels.pages_tile_lanes import LINE, Codes
+from onnx_inplace.numba_kernels.pages_tile_lanes import LINE, Codes, packs
 from onnx_inplace.numba_kernels.vector import LANES, Value
 
 _I = types.int64
@@ -36,11 +36,14 @@ def make_weights(
         states:  (group, 2) float32: largest score, sum of weights
         scales:  float16 of the first token, blocks ``step`` bytes apart
         planes:  (blocks, count, group, row): one of uint8, or two of int8, the high one first
-        aux:     (group) lines of factors for older sums, then (group, blocks, 3) lines: unit,
-                 correction (int32), sum of weights times midpoints
+        aux:     a line of factors for older sums, then (blocks, 3) lines: unit, correction (int32),
+                 sum of weights times midpoints
         soon, later: addresses of what is read next: each tile asks for ``asks`` lines of both
+
+    Rows of ``planes`` are in the order of ``spot``; where ``packs(row)``, tiles come by four.
     """
     blocks = -(-size // block)
+    together = LINE // LANES if packs(row) else 1  # tiles
 
     @intrinsic
     def weights(typing_context, scores, tiles, first, last, states, scales, step, midpoint,
@@ -69,15 +72,15 @@ def make_weights(
                 from_low = builder.icmp_signed(">=", lanes, low)
                 return builder.and_(from_low, builder.icmp_signed("<", lanes, high))
 
-            before = {g: e.load_all(e.add(states, 8 * g)) for g in heads}
-            top = {g: variable(before[g]) for g in heads}
+            top = {g: variable(e.load_all(e.add(states, 8 * g))) for g in heads}
             with e.loop(tiles) as i:
                 valid = inside(i)
                 for g in heads:
                     x = builder.select(valid, e.load(place(i, g)), lowest)
                     e.store(x, place(i, g))
                     update(top[g], lambda t, x=x: e.maximum(t, x))
-            highest = {g: e.across(e.maximum, builder.load(top[g]), LANES) for g in heads}
+            highest = e.by_head(e.maximum, [builder.load(top[g]) for g in heads])
+            most = [e.of_head(highest, g) for g in heads]
             total = {g: variable(zero) for g in heads}
             largest = {g: variable(e.constant(1e-30)) for g in heads}
             middles = {(g, k): variable(zero) for g in heads for k in range(blocks)}
@@ -96,7 +99,7 @@ def make_weights(
                     widest = e.maximum(e.absolute(x), widest)
                 for g in heads:
                     e.ask(asked, asks, g, group)
-                    weight = e.weight(builder.fsub(e.load(place(i, g)), highest[g]))
+                    weight = e.weight(builder.fsub(e.load(place(i, g)), most[g]))
                     weight = builder.select(valid, weight, zero)
                     e.store(weight, place(i, g))
                     update(total[g], lambda t, w=weight: builder.fadd(t, w))
@@ -104,36 +107,50 @@ def make_weights(
                     update(largest[g], lambda t, w=scaled: e.maximum(t, w))
                     for k, x in enumerate(m):
                         update(middles[g, k], lambda t, w=weight, x=x: e.fma(w, x, t))
-            factor, unit = {}, {}
-            sums = {(g, k): variable(e.ints(0)) for g in heads for k in range(blocks)}
+            factors, unit = e.integers_of(
+                e.by_head(e.maximum, [builder.load(largest[g]) for g in heads])
+            )
+            factor = [e.of_head(factors, g) for g in heads]
+            before, old = (e.strided(e.add(states, at), 8, group) for at in (0, 4))
+            shrink = e.weight(builder.fsub(before, highest))
+            e.store(shrink, aux)
+            new = e.by_head(builder.fadd, [builder.load(total[g]) for g in heads])
+            new = e.fma(old, shrink, new)
             for g in heads:
-                most = e.across(e.maximum, builder.load(largest[g]), LANES)
-                factor[g], unit[g] = e.integers_of(most)
-                shrink = e.weight(builder.fsub(before[g], highest[g]))
-                e.store(shrink, e.add(aux, g * LINE))
-                old = e.load_all(e.add(states, 8 * g + 4))
-                new = e.across(builder.fadd, builder.load(total[g]), LANES)
-                e.store_one(highest[g], e.add(states, 8 * g))
-                e.store_one(e.fma(old, shrink, new), e.add(states, 8 * g + 4))
-            with e.loop(tiles) as i:
+                e.store_lane(highest, g, e.add(states, 8 * g))
+                e.store_lane(new, g, e.add(states, 8 * g + 4))
+            sums = {
+                (g, k, p): variable(e.ints(0))
+                for g in heads
+                for k in range(blocks)
+                for p in range(count)
+            }
+            with e.loop(builder.sdiv(tiles, e.whole(together))) as j:
+                i = e.times(j, together)
                 asked = e.add(later, e.times(i, asks * LINE))
-                valid = inside(i)
+                some = [e.add(i, t) for t in range(together)]
+                valid = [inside(t) for t in some]
                 for k in range(blocks):
-                    at = e.add(scales, e.add(e.times(step, k), e.times(i, 2 * LANES)))
-                    d_k = builder.select(valid, e.load(at, FLOAT16), zero)
+                    start = e.add(scales, e.times(step, k))
+                    d_k = [e.load(e.add(start, e.times(t, 2 * LANES)), FLOAT16) for t in some]
+                    d_k = [builder.select(v, d, zero) for v, d in zip(valid, d_k, strict=True)]
                     for g in heads:
-                        e.ask(asked, asks, k * group + g, blocks * group)
-                        x = builder.fmul(e.load(place(i, g)), factor[g])
-                        whole = e.rounded(builder.fmul(x, d_k))
-                        update(sums[g, k], lambda t, w=whole: builder.add(t, w))
+                        e.ask(asked, asks * together, k * group + g, blocks * group)
+                        whole = []
+                        for t, d in zip(some, d_k, strict=True):
+                            x = builder.fmul(e.load(place(t, g)), factor[g])
+                            whole.append(e.rounded(builder.fmul(x, d)))
                         row_at = (count * k * group + g) * row
                         at = e.add(planes, e.add(e.times(i, LANES), row_at))
-                        e.store_planes(whole, at, group * row)
-            for g in heads:
-                for k in range(blocks):
-                    line = e.add(aux, (group + (g * blocks + k) * 3) * LINE)
-                    total_k, middle = builder.load(sums[g, k]), builder.load(middles[g, k])
-                    e.write_line(line, unit[g], total_k, middle, center2)
+                        for p, found in enumerate(e.store_planes(whole, at, group * row)):
+                            update(sums[g, k, p], lambda t, w=found: builder.add(t, w))
+            for k in range(blocks):
+                totals = [
+                    e.joined_planes([builder.load(sums[g, k, p]) for p in range(count)])
+                    for g in heads
+                ]
+                bases = [builder.load(middles[g, k]) for g in heads]
+                e.write_lines(e.add(aux, (1 + 3 * k) * LINE), unit, totals, bases, center2)
             return context.get_dummy_value()
 
         return types.void(*[_I] * 12), generate

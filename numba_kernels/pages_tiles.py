@@ -14,7 +14,7 @@ from onnx_inplace.numba_kernels.memory import kernel
 from onnx_inplace.numba_kernels.pages_layout import read_half
 from onnx_inplace.numba_kernels.pages_numbers import half_at
 from onnx_inplace.numba_kernels.pages_task import KERNEL, read_task
-from onnx_inplace.numba_kernels.pages_tile_lanes import LINE
+from onnx_inplace.numba_kernels.pages_tile_lanes import LINE, packs
 from onnx_inplace.numba_kernels.pages_tile_parts import make_fold, make_scores, make_sums
 from onnx_inplace.numba_kernels.pages_tile_weights import make_weights
 
@@ -29,10 +29,11 @@ FIELDS = 8 // BITS
 VALUE_BLOCKS = -(-SIZE // V)
 KEY_BLOCK = SIZE if RUN else K
 KEY_PLANES = 2 * GROUP * SIZE
-KEY_AUX = GROUP * -(-SIZE // KEY_BLOCK) * 3 * LINE
+KEY_AUX = -(-SIZE // KEY_BLOCK) * 3 * LINE
+TOKENS = LINE if packs(PAGE) else 16  # that weights are made for at once
 SCORES = PAGE * GROUP * 4
 VALUE_PLANES = VALUE_BLOCKS * PLANES * GROUP * PAGE
-VALUE_AUX = GROUP * (1 + 3 * VALUE_BLOCKS) * LINE
+VALUE_AUX = (1 + 3 * VALUE_BLOCKS) * LINE
 SCRATCH = KEY_PLANES + KEY_AUX + SCORES + VALUE_PLANES + VALUE_AUX + SIZE * 4 + LINE
 PREPARED = KEY_PLANES + KEY_AUX + LINE
 
@@ -89,7 +90,8 @@ def attend(task):
     queries = x.rotated if key.rotation else x.queries
     next_key, next_value = (x.next, x.next_value) if x.next else (x.key, x.value)
     soon, later = (x.value, next_key) if BITS == 8 else (next_key, next_value)
-    begin, end = x.first // 16, (x.last + 15) // 16  # tiles
+    begin = x.first // TOKENS * TOKENS // 16  # tiles
+    end = (x.last + TOKENS - 1) // TOKENS * TOKENS // 16
     tile = 16 * SIZE * BITS // 8
     if RUN:
         step = RUN // 16
