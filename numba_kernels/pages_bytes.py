@@ -24,6 +24,7 @@ TOKENS = 16 // head_lanes(GROUP)
 LINES = (TILE + TOKENS - 1) // TOKENS * 64  # bytes of the weights of a tile
 SCRATCH = 2 * LINES + pages_state.SIZE
 PREPARED = GROUP * SIZE * 2 + 64
+AHEAD = 2 * TILE  # tokens that are asked for beforehand: best of 1 to 4 tiles
 
 prepare = make_prepare(KIND, SIZE, GROUP)
 scores = make_scores(KIND, SIZE, GROUP)
@@ -42,11 +43,13 @@ def attend(task):
         prepare(x.queries, queries, units)
     pages_state.spread(state, x.states, GROUP, TOKENS)
     softcap = float_of_bits(x.softcap) * LOG2_E
+    end = x.first + (x.last - x.first + TILE - 1) // TILE * TILE
     for t in range(x.first, x.last, TILE):
         count = min(TILE, x.last - t)
-        ahead = ahead_value = TILE * SIZE
-        if t + TILE >= x.last and x.next:
-            ahead, ahead_value = x.next - x.key - t * SIZE, x.next_value - x.value - t * SIZE
+        ahead = ahead_value = AHEAD * SIZE
+        if t + AHEAD >= end and x.next:
+            back = (end - AHEAD) * SIZE  # tokens of the next page follow on this one's
+            ahead, ahead_value = x.next - x.key - back, x.next_value - x.value - back
         scores(x.key + t * SIZE, count, queries, units, weights, ahead)
         if softcap > 0:
             pages_state.cap(weights, (count + TOKENS - 1) // TOKENS * 16, softcap)

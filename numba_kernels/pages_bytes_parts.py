@@ -194,7 +194,7 @@ def make_scores(kind: int, size: int, group: int) -> Any:
                     for c in range(0, size, WIDE):
                         if c % _LINE == 0:
                             for i in near:
-                                e.prefetch(e.add(e.add(rows[i], ahead), c))
+                                e.prefetch(e.add(e.add(rows[i], ahead), c), near=True)
                         key = [e.halves_of_bytes(e.add(rows[i], c), kind, WIDE) for i in near]
                         for head in range(group):
                             query = e.row(e.add(queries, (head * size + c) * 2))
@@ -246,7 +246,7 @@ def make_gather(kind: int, size: int, group: int) -> Any:
                     value = e.add(values, e.times(token, size))
                     for c in columns if heads.start == 0 else ():
                         if c % _LINE == 0:
-                            e.prefetch(e.add(e.add(value, ahead), c))
+                            e.prefetch(e.add(e.add(value, ahead), c), near=True)
                     part = {c: e.halves_of_bytes(e.add(value, c), kind, WIDE) for c in columns}
                     for h in heads:
                         weight = e.twice(e.add(row, (h * tokens + j) * 4))
