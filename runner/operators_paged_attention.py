@@ -6,6 +6,7 @@ judged before the call, or before the run.
 
 from __future__ import annotations
 
+import collections
 import math
 import time
 from collections.abc import Mapping
@@ -25,6 +26,10 @@ from onnx_inplace.runner.attend import KINDS, PARALLEL, SHORTEST_SPLIT, Calls, K
 from onnx_inplace.runner.page_codec import Codec
 from onnx_inplace.runner.page_pieces import check_readable, ends_of, reading
 from onnx_inplace.runner.page_store import PageStore
+
+_policies: dict[tuple[bytes, bool], threads.Policy] = collections.defaultdict(threads.Policy)
+"""By kernels of pages, and whether a head has one query: what a layer, or a part of a prompt, has
+found out is known to those that follow."""
 
 
 class Options(NamedTuple):
@@ -168,8 +173,9 @@ class _Call:
         self._addresses = self._kernels.attend, address(self._array), address(self._page_kernels)
         self._workers = workers
         self._products = math.prod(query.shape)
+        self._unseen = (x.tokens - 1) // 2 if options.causal else 0  # by a query, on average
         self._long = PARALLEL // max(self._products, 1) if workers > 1 else _NEVER
-        self._policy = threads.Policy()
+        self._policy = _policies[self._page_kernels.tobytes(), x.tokens == 1]
         self._alone = pages_attention.workspace_size(self._layout, 1, 1)
         self._serial = pages_call.attend.ready()
 
@@ -195,7 +201,8 @@ class _Call:
         workers = self._workers if self._policy.parallel() else 1
         size = pages_attention.workspace_size(self._layout, splits, workers)
         arguments = *arguments, address(workspace.of_thread(size)), splits
-        work, start = self._products * longest, time.perf_counter()
+        work = self._products * max(1, longest - self._unseen)
+        start = time.perf_counter()
         if workers == 1:
             self._serial(*arguments)
             self._policy.serial_took(work, time.perf_counter() - start)

@@ -1,7 +1,13 @@
 """Several threads where they pay, one where they do not."""
 
+import collections
+
+import numpy as np
 import pytest
 
+from onnx_inplace import PagedCache, Session, formats
+from onnx_inplace.dsl import FLOAT, INT64, Paged, kv, model
+from onnx_inplace.runner import operators_paged_attention, team
 from onnx_inplace.runner.threads import Policy
 
 
@@ -90,3 +96,30 @@ def test_a_first_measurement_that_was_too_slow_is_corrected():
         else:
             policy.serial_took(1000, 1.0)
     assert kept < 300
+
+
+@model
+def prompt(
+    cache: Paged[FLOAT[2, 1, 16, 32], formats.INT8],
+    table: INT64["blocks"],
+    query: FLOAT[1, 2, 16, 32],
+    length: INT64[()],
+) -> FLOAT[1, 2, 16, 32]:
+    return kv.PagedAttention(query, cache, table, length, is_causal=1)
+
+
+def test_what_a_part_of_a_prompt_has_shown_counts_for_the_parts_that_follow(monkeypatch):
+    """Each has a shape of its own: if each had to show what one thread takes, none ran on two."""
+    monkeypatch.setattr(operators_paged_attention, "PARALLEL", 0)
+    fresh: dict[object, Policy] = collections.defaultdict(Policy)
+    monkeypatch.setattr(operators_paged_attention, "_policies", fresh)
+    teams, run = [], team.run
+    monkeypatch.setattr(team, "run", lambda *given: (teams.append(given[2]), run(*given)))
+    cache = PagedCache((2, 1, 16, 32), np.float32, allowed=[formats.INT8])
+    values = np.random.default_rng(0).standard_normal((2, 1, 16, 32), np.float32)
+    with Session(prompt, threads=2).bind() as step:
+        for part in range(1, 4):
+            cache.write(cache.allocate_page("INT8"), values, 0)
+            table = np.arange(part)
+            step.run(cache=cache, table=table, query=values[:1].repeat(2, 1), length=16 * part)
+    assert teams == [2, 2]
