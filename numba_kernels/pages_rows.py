@@ -28,6 +28,7 @@ WEIGHTS = (TILE + TOKENS - 1) // TOKENS * 16  # float32
 SCRATCH = (WEIGHTS + 48 + GROUP * SIZE) * 4
 PREPARED = 0
 ROW = SIZE * SIZES[KIND]  # bytes
+STEPS = TILE // STREAMS  # rows of a stream in a tile
 UNIT = np.float32(256 if KIND == E4M3 else 1)  # what the vectors of a kind have to be multiplied by
 
 scores = make_scores(KIND, SIZE, GROUP)
@@ -40,6 +41,19 @@ def _scale(at, count, factor):
     x = floats(at, count)
     for i in range(count):
         x[i] *= factor
+
+
+@njit
+def _tile(x, t, down, across, count, queries, weights, state, ahead, ahead_value):
+    """``count`` tokens from ``t`` on: rows of a tile (see ``decode_parts``)."""
+    softcap = float_of_bits(x.softcap) * LOG2_E
+    scores(x.key + t * ROW, down, across, count, queries, weights, ahead)
+    if softcap > 0:
+        pages_state.cap(weights, (count + TOKENS - 1) // TOKENS * 16, softcap)
+    soften(weights, count, state)
+    if UNIT != 1:
+        _scale(weights, (count + TOKENS - 1) // TOKENS * 16, UNIT)
+    gather(x.value + t * ROW, down, across, count, weights, state, x.sums, ahead_value)
 
 
 @kernel(KERNEL)
@@ -55,17 +69,19 @@ def attend(task):
         for i in range(GROUP * SIZE):
             target[i] = source[i] * UNIT
     pages_state.spread(state, x.states, GROUP, TOKENS)
-    softcap = float_of_bits(x.softcap) * LOG2_E
-    for t in range(x.first, x.last, TILE):
-        count = min(TILE, x.last - t)
-        ahead = ahead_value = TILE * ROW
-        if t + TILE >= x.last and x.next:
+    # whole tiles in streams, a part of the tokens each; what is left as it lies
+    tiles = (x.last - x.first) // TILE
+    across = tiles * STEPS
+    for tile in range(tiles):
+        t = x.first + tile * STEPS
+        ahead = ahead_value = STEPS * ROW
+        if tile + 1 == tiles and x.next:
             ahead, ahead_value = x.next - x.key - t * ROW, x.next_value - x.value - t * ROW
-        scores(x.key + t * ROW, STREAMS * ROW, ROW, count, queries, weights, ahead)
-        if softcap > 0:
-            pages_state.cap(weights, (count + TOKENS - 1) // TOKENS * 16, softcap)
-        soften(weights, count, state)
-        if UNIT != 1:
-            _scale(weights, (count + TOKENS - 1) // TOKENS * 16, UNIT)
-        gather(x.value + t * ROW, STREAMS * ROW, ROW, count, weights, state, x.sums, ahead_value)
+        _tile(x, t, ROW, across * ROW, TILE, queries, weights, state, ahead, ahead_value)
+    t = x.first + tiles * TILE
+    if t < x.last:
+        count, ahead, ahead_value = x.last - t, TILE * ROW, TILE * ROW
+        if x.next:
+            ahead, ahead_value = x.next - x.key - t * ROW, x.next_value - x.value - t * ROW
+        _tile(x, t, STREAMS * ROW, ROW, count, queries, weights, state, ahead, ahead_value)
     pages_state.collect(state, x.states, GROUP, TOKENS)
