@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import threading
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -25,6 +23,7 @@ from onnx_inplace.runner.attend import KINDS
 from onnx_inplace.runner.membership import Membership
 from onnx_inplace.runner.page import Page, Snapshot, Use
 from onnx_inplace.runner.page_codec import Codec, tokens_layout
+from onnx_inplace.runner.page_runs import Runs
 from onnx_inplace.runner.page_store import PageStore
 from onnx_inplace.runner.page_table import NOWHERE
 from onnx_inplace.runner.storage import Array
@@ -79,9 +78,7 @@ class PageOwner:
         codec = Codec(self.dims, self.allowed)
         _refuse_budget(budget)
         self.store = PageStore(name, self.elem_type, codec, sparse_ids, budget, memory)
-        self._lock = threading.RLock()
-        self._runs: list[weakref.ref[Use]] = []
-        self._access = Access.READ_ONLY
+        self._runs = Runs(self.store)
         self.membership = Membership(self.store)
 
     # -- what is there
@@ -127,7 +124,7 @@ class PageOwner:
     @budget.setter
     def budget(self, budget: int | None) -> None:
         _refuse_budget(budget)
-        with self._quiet("limited"):
+        with self._runs.none("limited"):
             self.store.budget = budget
 
     def __len__(self) -> int:
@@ -153,7 +150,7 @@ class PageOwner:
 
     def snapshot(self) -> Snapshot:
         """The value of the cache: a copy of every byte, to be compared."""
-        with self._quiet("read"):
+        with self._runs.none("read"):
             pages = {page: self.store.state(page) for page in self}
         return Snapshot(self.dims, self.elem_type, self.sparse_ids, pages)
 
@@ -185,7 +182,7 @@ class PageOwner:
         """
         if page is None:
             return self.allocate_pages(1, format)[0]
-        with self._quiet("grown"):
+        with self._runs.none("grown"):
             page = operator.index(page)
             self.store.refuse_new(page)
             self.store.add([(page, self.store.format(format))])
@@ -193,7 +190,7 @@ class PageOwner:
 
     def allocate_pages(self, count: int, format: str | PageFormat) -> list[int]:
         """Make several pages of zeros, all or none. See ``allocate_page``."""
-        with self._quiet("grown"):
+        with self._runs.none("grown"):
             pages = self.store.free_ids(count)
             index = self.store.format(format)
             self.store.add([(page, index) for page in pages])
@@ -205,13 +202,13 @@ class PageOwner:
         Raises:
             errors.PageError: there is none, or it has several owners (``release``).
         """
-        with self._quiet("freed"):
+        with self._runs.none("freed"):
             self.store.refuse_shared(page, self.store.row(page), "release it")
             self.store.drop(page)
 
     def clear(self) -> None:
         """Free all pages, whoever counts on them."""
-        with self._quiet("cleared"):
+        with self._runs.none("cleared"):
             for page in reversed(list(self)):
                 self.store.drop(page)
 
@@ -221,7 +218,7 @@ class PageOwner:
         Raises:
             errors.PageError: there is no such page.
         """
-        with self._quiet("shared"):
+        with self._runs.none("shared"):
             self.store.table.owners[self.store.row(page)] += 1
 
     def release(self, page: int) -> bool:
@@ -233,7 +230,7 @@ class PageOwner:
         Raises:
             errors.PageError: there is no such page.
         """
-        with self._quiet("released"):
+        with self._runs.none("released"):
             row, owners = self.store.row(page), self.store.table.owners
             if owners[row] == 1:
                 self.store.drop(page)
@@ -250,7 +247,7 @@ class PageOwner:
             errors.PageError: there is no such page, or it has several owners.
             errors.CapacityError: no page has so few tokens.
         """
-        with self._quiet("truncated"):
+        with self._runs.none("truncated"):
             row, fill = self.store.row(page), operator.index(fill)
             if fill < 0:
                 raise errors.CapacityError(self.name, 0, fill, self.page_size)
@@ -273,7 +270,7 @@ class PageOwner:
             errors.PageBudget: the budget has no room.
             MemoryError: the system has none. The cache is as it was.
         """
-        with self._quiet("copied"):
+        with self._runs.none("copied"):
             row = self.store.row(page)
             if to is None:
                 (to,) = self.store.free_ids(1)
@@ -292,7 +289,7 @@ class PageOwner:
             errors.PageBudget: the budget has no room for a larger page.
             MemoryError: the system has none. The cache is as it was.
         """
-        with self._quiet("converted"):
+        with self._runs.none("converted"):
             self.store.convert([self.store.row(page)], self.store.format(format))
 
     def write(self, page: int, values: Array, position: int) -> None:
@@ -309,7 +306,7 @@ class PageOwner:
             errors.CapacityError: the tokens leave the page.
         """
         values = np.asarray(values)
-        with self._quiet("written"):
+        with self._runs.none("written"):
             self.store.codec.check_values(self.name, values)
             row = self.store.check_write(page, operator.index(position), values.shape[2])
             rows, start = np.array([[row]], np.int64), np.array([position], np.int64)
@@ -322,7 +319,7 @@ class PageOwner:
         """No run uses any of the caches, and no other thread changes them."""
         with contextlib.ExitStack() as stack:
             for cache in sorted(caches, key=id):  # always in one order: two threads do not lock up
-                stack.enter_context(cache._quiet(what))
+                stack.enter_context(cache._runs.none(what))
             yield
 
     def trim(self) -> int:
@@ -337,7 +334,7 @@ class PageOwner:
 
     def view(self, page: int) -> Array:
         """See ``Page.raw``."""
-        with self._quiet("read"):
+        with self._runs.none("read"):
             row = self.store.row(page)
             view: Array = self.store.block(row).view()
             self.store.table.show(row)
@@ -348,7 +345,7 @@ class PageOwner:
         """See ``Page.decode``."""
         wanted = self.elem_type if dtype is None else np.dtype(dtype)
         kind = wanted if wanted in KINDS else np.dtype(np.float32)
-        with self._quiet("read"):
+        with self._runs.none("read"):
             row = self.store.row(page)
             format = int(self.store.table.format[row])
             found = self.store.codec.decode(self.store.block(row), format, kind)
@@ -362,47 +359,16 @@ class PageOwner:
         Raises:
             errors.BindingInUse: another run writes it, or this one wants to and another reads it.
         """
-        with self._lock:
-            if self._runs:
-                if self._used() and Access.READ_WRITE in (access, self._access):
-                    raise self._in_use("used by two runs")
-                self._runs = [run for run in self._runs if run() is not None]
-            self._runs.append(weakref.ref(use))
-            self._access = access
+        self._runs.begin(use, access)
 
     @property
     def is_written(self) -> bool:
         """Whether a run may write it now: no other run uses it then."""
-        return self._access is Access.READ_WRITE and self._used()
+        return self._runs.write
 
     def end(self, use: Use) -> None:
         """A run has ended; nothing happens if it has not begun."""
-        with self._lock:
-            for index, run in enumerate(self._runs):
-                if run() is use:
-                    if self._access is Access.READ_WRITE:
-                        self.store.release()
-                    del self._runs[index]
-                    return
-
-    def _used(self) -> bool:
-        """Whether a run is going on. Those that nobody holds any more are over."""
-        return bool(self._runs) and any(run() is not None for run in self._runs)
-
-    def _in_use(self, what: str) -> errors.BindingInUse:
-        runs = (run() for run in self._runs)
-        holder = next((use.name for use in runs if use is not None), "")
-        return errors.BindingInUse(
-            f"`{self.name}` cannot be {what} while `{holder}` runs on it.", self.name, holder
-        )
-
-    @contextlib.contextmanager
-    def _quiet(self, what: str) -> Iterator[None]:
-        """No run is going on, and no other thread changes the table."""
-        with self._lock:
-            if self._used():
-                raise self._in_use(what)
-            yield
+        self._runs.end(use)
 
 
 def _refuse_budget(budget: int | None) -> None:

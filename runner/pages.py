@@ -38,7 +38,7 @@ class PagedCache(PageOwner):
 
         Protobuf holds at most 2 GiB; ``save`` has no such limit.
         """
-        with self._quiet("saved"):
+        with self._runs.none("saved"):
             return cache_state.describe(self.store, self.allowed, inline=True)[0]
 
     @classmethod
@@ -58,7 +58,7 @@ class PagedCache(PageOwner):
             errors.BindingInUse: a run uses it.
             OSError: the file cannot be written; an older one of that name is as it was.
         """
-        with self._quiet("saved"):
+        with self._runs.none("saved"):
             proto, blocks = cache_state.describe(self.store, self.allowed, inline=False)
             state_file.write(path, schema.SavedStateProto(caches=[proto]), blocks)
 
@@ -87,7 +87,7 @@ class PagedCache(PageOwner):
             errors.PageBudget, MemoryError: they find no room. The cache is as it was.
         """
         file, saved, parts = saved_state.read_cache(path)
-        with self._quiet("grown"):
+        with self._runs.none("grown"):
             self.membership.refuse("fill a cache of its own")
             fault = saved.fault(self.store)
             if fault is not None:
