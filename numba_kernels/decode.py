@@ -8,13 +8,13 @@ from numba import carray, njit
 
 from onnx_inplace.numba_kernels import layout
 from onnx_inplace.numba_kernels.decode_parts import (
-    STREAMS,
     TILE,
     head_lanes,
     make_ask,
     make_gather,
     make_scores,
     make_soften,
+    streams,
 )
 from onnx_inplace.numba_kernels.floats import (
     exp2,
@@ -34,6 +34,7 @@ HEADER = 64  # bytes: a counter of items, the number of splits
 TOKENS = 16 // head_lanes(GROUP)
 PARTIAL = 128 + GROUP * SIZE * 4  # bytes: largest scores, sums of weights, sums of values
 SCRATCH = (GROUP * SIZE + 48 + TILE // TOKENS * 16) * 4  # bytes: queries, state, scores
+STREAMS = streams(KIND, SIZE)
 STEPS = TILE // STREAMS  # rows of a stream in a tile
 AHEAD = 1024  # bytes of a stream that are asked for beforehand
 

@@ -4,10 +4,11 @@ The query heads of a kv head are done together, so that a key is converted once 
 vector of 16 lanes holds the scores of ``16 // lanes`` tokens for each head: lane
 ``head * tokens + token``; ``lanes`` is the number of heads, rounded up to a power of two.
 
-Rows of a tile come from ``STREAMS`` places: row r is ``r // STREAMS`` rows of the cache (``down``
-bytes each) behind the one ``r % STREAMS`` times ``across`` bytes behind the first. Each place is a
-stream of its own for the CPU's prefetcher, which stops at the end of each 4 KiB: with one stream of
-keys and one of values a core waits there, with several of each it has other requests under way.
+Rows of a tile come from several places (``streams``): row r is ``r // streams`` rows of the cache
+(``down`` bytes each) behind the one ``r % streams`` times ``across`` bytes behind the first. Each
+place is a stream of its own for the CPU's prefetcher, which stops at the end of each 4 KiB: with
+one stream of keys and one of values a core waits there, with several of each it has other requests
+under way.
 
 Scores are in base 2: the caller has multiplied the queries by log2(e).
 """
@@ -26,12 +27,10 @@ from onnx_inplace.numba_kernels.layout import LOWEST
 from onnx_inplace.numba_kernels.vector import LANES, VECTOR, Emitter, Value
 
 TILE = 32  # tokens of one pass through the three loops: best of 16 to 256
-STREAMS = 8  # of 1 to 16, for caches that are in no cache of the CPU
 _REGISTERS = 16  # accumulators that are kept at once
 _HEADS = 8  # heads that share each load of the values
 _TOGETHER = 4  # keys that share each load of the queries
 
-_STREAM_BITS = STREAMS.bit_length() - 1
 _LINE = 64  # bytes that one access brings from memory
 
 _I = types.int64
@@ -42,10 +41,20 @@ def head_lanes(group: int) -> int:
     return 1 << (group - 1).bit_length()
 
 
-def _row(e: Emitter, base: Value, down: Value, across: Value, row: Value) -> Value:
-    """Address of a row of a tile."""
+def streams(kind: int, size: int) -> int:
+    """Places that rows of ``size`` elements of ``kind`` are read from, a power of two.
+
+    The best of 1 to 16: 8 for rows of 256 bytes and more, read from memory; 4 for those of
+    SmolLM2-135M, 128 bytes, which are in the last cache of a CPU at times.
+    """
+    return 8 if size * SIZES[kind] >= 256 else 4
+
+
+def _row(e: Emitter, base: Value, down: Value, across: Value, row: Value, count: int) -> Value:
+    """Address of a row of a tile that comes from ``count`` places."""
     b = e.builder
-    stream, step = b.and_(row, e.whole(STREAMS - 1)), b.ashr(row, e.whole(_STREAM_BITS))
+    stream = b.and_(row, e.whole(count - 1))
+    step = b.ashr(row, e.whole(count.bit_length() - 1))
     return e.add(base, e.add(e.times(step, down), e.times(stream, across)))
 
 
@@ -58,7 +67,7 @@ def make_scores(kind: int, size: int, group: int) -> Any:
         to:      (groups of tokens, 16) float32; LOWEST where there is no token
         ahead:   bytes from a key to the one to ask for
     """
-    tokens = LANES // head_lanes(group)
+    tokens, places = LANES // head_lanes(group), streams(kind, size)
 
     @intrinsic
     def scores(typing_context, keys, down, across, count, queries, to, ahead):
@@ -70,7 +79,7 @@ def make_scores(kind: int, size: int, group: int) -> Any:
             with e.loop(e.groups(count, tokens)) as g:
                 first = e.times(g, tokens)
                 rows = [
-                    _row(e, keys, down, across, e.least(e.add(first, j), last))
+                    _row(e, keys, down, across, e.least(e.add(first, j), last), places)
                     for j in range(tokens)
                 ]
                 sums = [e.constant(0.0)] * LANES
@@ -107,7 +116,7 @@ def make_ask(kind: int, size: int) -> Any:
             e = Emitter(builder)
             rows, down, across = arguments
             with e.loop(e.whole(TILE)) as r:
-                row = _row(e, rows, down, across, r)
+                row = _row(e, rows, down, across, r, streams(kind, size))
                 for at in range(0, size * SIZES[kind], _LINE):
                     e.prefetch(e.add(row, at))
             return context.get_dummy_value()
@@ -190,7 +199,7 @@ def make_gather(kind: int, size: int, group: int) -> Any:
                 row = e.add(weights, e.times(g, 64))
                 for j in range(tokens):
                     token = e.least(e.add(e.times(g, tokens), j), last)
-                    value = _row(e, values, down, across, token)
+                    value = _row(e, values, down, across, token, streams(kind, size))
                     for c in columns if heads.start == 0 else ():
                         if c * SIZES[kind] % _LINE == 0:
                             e.prefetch(e.add(e.add(value, ahead), c * SIZES[kind]), near=True)

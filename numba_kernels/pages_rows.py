@@ -8,12 +8,12 @@ from numba import njit
 
 from onnx_inplace.numba_kernels import pages_state
 from onnx_inplace.numba_kernels.decode_parts import (
-    STREAMS,
     TILE,
     head_lanes,
     make_gather,
     make_scores,
     make_soften,
+    streams,
 )
 from onnx_inplace.numba_kernels.floats import SIZES, float_of_bits, floats
 from onnx_inplace.numba_kernels.memory import kernel
@@ -28,6 +28,7 @@ WEIGHTS = (TILE + TOKENS - 1) // TOKENS * 16  # float32
 SCRATCH = (WEIGHTS + 48 + GROUP * SIZE) * 4
 PREPARED = 0
 ROW = SIZE * SIZES[KIND]  # bytes
+STREAMS = streams(KIND, SIZE)
 STEPS = TILE // STREAMS  # rows of a stream in a tile
 UNIT = np.float32(256 if KIND == E4M3 else 1)  # what the vectors of a kind have to be multiplied by
 
