@@ -137,10 +137,11 @@ class Engine:
         usual = {id(s) for s in _all_steps(self.fused.block or self.plan.block)}
         later = [r.step for key, r in self._sub_sessions.items() if key not in usual]
         usual.update(id(step) for step in library_check.doubtful(later))
-        with huge_pages.of_what_is_loaded():
-            for key, runner in self._sub_sessions.items():
-                if key in usual:
-                    runner.load()
+        now = [runner for key, runner in self._sub_sessions.items() if key in usual]
+        nbytes = sum(w.tensor.nbytes for runner in now for w in runner.step.weights)
+        with huge_pages.of_what_is_loaded(nbytes):
+            for runner in now:
+                runner.load()
 
 
 def _nothing_fused(plan: ExecutionPlan, fused: Alternative) -> errors.BindingError:

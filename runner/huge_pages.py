@@ -27,9 +27,13 @@ _WANTED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @contextlib.contextmanager
-def of_what_is_loaded() -> Iterator[None]:
-    """Put private memory that is mapped and filled inside into huge pages, where that may be."""
-    before = _private() if _possible() else None
+def of_what_is_loaded(nbytes: int) -> Iterator[None]:
+    """Put private memory that is mapped and filled inside into huge pages, where that may be.
+
+    ``nbytes``: of the weights that are loaded inside. Where they fill no huge page, nothing is
+    looked for: most models are small, and to read the mappings takes a millisecond.
+    """
+    before = _private() if nbytes >= _HUGE and _possible() else None
     yield
     if before is None:
         return

@@ -37,7 +37,7 @@ def in_huge_pages(array: np.ndarray) -> int:
 
 @needed
 def test_memory_that_is_filled_inside_comes_into_huge_pages_and_keeps_its_content() -> None:
-    with huge_pages.of_what_is_loaded():
+    with huge_pages.of_what_is_loaded(8 * HUGE):
         _, array = filled(8 * HUGE)
     if not in_huge_pages(array):
         pytest.skip("this kernel does not collapse pages")
@@ -49,14 +49,14 @@ def test_memory_that_is_filled_inside_comes_into_huge_pages_and_keeps_its_conten
 @needed
 def test_memory_that_was_there_before_stays_as_it_is() -> None:
     _, array = filled(8 * HUGE)
-    with huge_pages.of_what_is_loaded():
+    with huge_pages.of_what_is_loaded(8 * HUGE):
         array[:] = 1
     assert in_huge_pages(array) == 0
 
 
 @needed
 def test_memory_of_which_a_page_is_untouched_takes_no_more() -> None:
-    with huge_pages.of_what_is_loaded():
+    with huge_pages.of_what_is_loaded(8 * HUGE):
         memory = mmap.mmap(-1, 8 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         array = np.frombuffer(memory, np.uint8)
         first = -address(array) % HUGE
@@ -65,8 +65,20 @@ def test_memory_of_which_a_page_is_untouched_takes_no_more() -> None:
     assert in_huge_pages(array) == 0
 
 
+@needed
+def test_small_weights_are_no_reason_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look() -> None:
+        raise AssertionError("the mappings were read")
+
+    monkeypatch.setattr(huge_pages, "_private", look)
+    with huge_pages.of_what_is_loaded(HUGE - 1):
+        pass
+    with pytest.raises(AssertionError), huge_pages.of_what_is_loaded(HUGE):
+        pass
+
+
 def test_a_failure_inside_is_the_failure_that_is_seen() -> None:
-    with pytest.raises(ZeroDivisionError), huge_pages.of_what_is_loaded():
+    with pytest.raises(ZeroDivisionError), huge_pages.of_what_is_loaded(8 * HUGE):
         raise ZeroDivisionError
 
 
