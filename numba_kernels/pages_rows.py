@@ -45,8 +45,14 @@ def _scale(at, count, factor):
 
 
 @njit
-def _tile(x, t, down, across, count, queries, weights, state, ahead, ahead_value):
-    """``count`` tokens from ``t`` on: rows of a tile (see ``decode_parts``)."""
+def _tile(x, t, down, across, count, last, queries, weights, state):
+    """``count`` tokens from ``t`` on: rows of a tile (see ``decode_parts``).
+
+    Those of the next tile are asked for, or, if this is the ``last`` one, those of the next page.
+    """
+    ahead = ahead_value = STEPS * ROW
+    if last and x.next:
+        ahead, ahead_value = x.next - x.key - t * ROW, x.next_value - x.value - t * ROW
     softcap = float_of_bits(x.softcap) * LOG2_E
     scores(x.key + t * ROW, down, across, count, queries, weights, ahead)
     if softcap > 0:
@@ -73,16 +79,10 @@ def attend(task):
     # whole tiles in streams, a part of the tokens each; what is left as it lies
     tiles = (x.last - x.first) // TILE
     across = tiles * STEPS
+    rest = x.first + tiles * TILE
     for tile in range(tiles):
-        t = x.first + tile * STEPS
-        ahead = ahead_value = STEPS * ROW
-        if tile + 1 == tiles and x.next:
-            ahead, ahead_value = x.next - x.key - t * ROW, x.next_value - x.value - t * ROW
-        _tile(x, t, ROW, across * ROW, TILE, queries, weights, state, ahead, ahead_value)
-    t = x.first + tiles * TILE
-    if t < x.last:
-        count, ahead, ahead_value = x.last - t, TILE * ROW, TILE * ROW
-        if x.next:
-            ahead, ahead_value = x.next - x.key - t * ROW, x.next_value - x.value - t * ROW
-        _tile(x, t, STREAMS * ROW, ROW, count, queries, weights, state, ahead, ahead_value)
+        t, last = x.first + tile * STEPS, tile + 1 == tiles and rest == x.last
+        _tile(x, t, ROW, across * ROW, TILE, last, queries, weights, state)
+    if rest < x.last:
+        _tile(x, rest, STREAMS * ROW, ROW, x.last - rest, True, queries, weights, state)
     pages_state.collect(state, x.states, GROUP, TOKENS)
