@@ -3,23 +3,23 @@
     python benchmarks/capacity.py
     python benchmarks/capacity.py --valid 1000 --capacities 1024 65536 --cache float32 float16
 
-Caches are cold for all. Beside it, onnxruntime's GroupQueryAttention and Attention; the latter
-computes over the whole capacity.
+Caches are cold for all; what counts is a later layer of a token (README.md). Beside it,
+onnxruntime's GroupQueryAttention and Attention; the latter computes over the whole capacity.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 
 import memory_speed
 import onnxruntime_peer as peer
 import ours
 import record
 import timing
-from problem import random_problem
+from problem import random_problems
 from record import Bound, Claim, Row
-from side_by_side import ATTENTION, GROUP_QUERY, OURS
+from side_by_side import ATTENTION, GROUP_QUERY, OURS, pair
+from timing import Pair
 
 MOST = 1.1  # times what the smallest capacity takes
 PEERS = "float32", "float16"
@@ -34,28 +34,29 @@ def main(arguments: list[str] | None = None) -> bool:
     parser.add_argument("--capacities", type=int, nargs="+", default=[1024, 65_536])
     parser.add_argument("--cache", nargs="+", choices=ours.DTYPES, default=list(PEERS))
     given = parser.parse_args(arguments)
-    problem, threads = random_problem(8, 4, 128, given.valid), given.threads
-    calls: dict[tuple[str, str, int], Callable[[], object]] = {}
+    problems, threads = random_problems(8, 4, 128, given.valid), given.threads
+    calls: dict[tuple[str, str, int], Pair] = {}
     for kind in given.cache:
         for capacity in given.capacities:
             spare = capacity - given.valid
-            calls[OURS, kind, capacity] = ours.dense(problem, kind, threads, spare).run
+            steps = ours.dense(problems, kind, threads, spare)
+            calls[OURS, kind, capacity] = pair([step.run for step in steps])
             if kind in PEERS:
-                run = peer.group_query_attention(problem, kind, threads, spare)
-                calls[GROUP_QUERY, kind, capacity] = run
+                runs = peer.group_query_attention(problems, kind, threads, spare)
+                calls[GROUP_QUERY, kind, capacity] = pair(runs)
             if kind == WHOLE:
-                run = peer.attention(problem, ours.DTYPES[kind], threads, spare)
-                calls[ATTENTION, kind, capacity] = run
-    cold, _ = memory_speed.reading(memory_speed.COLD, threads)
+                runs = peer.attention(problems, ours.DTYPES[kind], threads, spare)
+                calls[ATTENTION, kind, capacity] = pair(runs)
     names = {f"{who}, {kind}, capacity {n:,}": (who, kind, n) for who, kind, n in calls}
     variants = {name: calls[key] for name, key in names.items()}
-    times = timing.interleaved(variants, given.rounds, before=cold)
-    timing.report(f"{problem}, {threads} threads", times)
-    found = {names[name]: time for name, time in times.items()}
-    rows: list[Row] = [
-        {"family": who, "cache": kind, "capacity": n, "valid": given.valid, "us": time}
-        for (who, kind, n), time in found.items()
-    ]
+    times = timing.layered(variants, given.rounds, memory_speed.cooling(len(calls), threads))
+    found = {names[name]: time.later for name, time in times.items()}
+    timing.report_layers(f"{problems[0]}, {threads} threads", times)
+    rows: list[Row] = []
+    for name, time in times.items():
+        who, kind, n = names[name]
+        row: Row = {"family": who, "cache": kind, "capacity": n, "valid": given.valid}
+        rows.append(row | {"us": time.later, "first_us": time.first})
     least, most = min(given.capacities), max(given.capacities)
     claims = []
     for kind in given.cache:

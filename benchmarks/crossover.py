@@ -3,8 +3,9 @@
     python benchmarks/crossover.py
     python benchmarks/crossover.py --shapes 8x128x4 --cache float16 INT8
 
-Every call is forced to its number of threads: neither length nor clock decides. Caches are cold,
-and the second thread sleeps before each call, as it does beside the other steps of a decoder. Work
+Every call is forced to its number of threads: neither length nor clock decides. Caches are cold;
+what counts is a later layer of a token (README.md), and the first one stands beside it, before
+which the second thread slept. Work
 is counted as the runner counts it, query heads * head size * tokens; ``attend.PARALLEL`` is the
 constant that it compares with.
 """
@@ -18,8 +19,10 @@ import memory_speed
 import ours
 import record
 import timing
-from problem import random_problem
+from problem import random_problems
 from record import Row
+from side_by_side import pair
+from timing import Pair
 
 from onnx_inplace.runner import attend, operators_paged_attention, threads
 
@@ -28,20 +31,19 @@ CACHES = "float32", "float16", "INT8"
 SHAPES = "8x128x4", "3x64x3"
 
 
-def variants(shape: str, kind: str) -> dict[tuple[int, int], ours.Step]:
+def variants(shape: str, kind: str) -> dict[tuple[int, int], Pair]:
     """By tokens and threads."""
     kv_heads, size, group = map(int, shape.split("x"))
     found = {}
     for work in WORK:
         tokens = max(2, work // (kv_heads * group * size))
-        problem = random_problem(kv_heads, group, size, tokens)
+        problems = random_problems(kv_heads, group, size, tokens)
         for count in (1, 2):
             if kind in ours.DTYPES:
-                step = ours.dense(problem, kind, count)
+                steps = ours.dense(problems, kind, count)
             else:
-                step = ours.paged(problem, [kind], count)
-            step.run()  # prepares its call
-            found[tokens, count] = step
+                steps = ours.paged(problems, [kind], count)
+            found[tokens, count] = pair([step.run for step in steps])
     return found
 
 
@@ -61,7 +63,7 @@ def main(arguments: list[str] | None = None) -> bool:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="kv heads x size x group")
     parser.add_argument("--cache", nargs="+", default=list(CACHES))
     given = parser.parse_args(arguments)
-    cold, _ = memory_speed.reading(memory_speed.COLD, 1)
+    cool = memory_speed.cooling(2 * len(WORK), 1)
     rows: list[Row] = []
     with (
         mock.patch.object(attend, "PARALLEL", 0),
@@ -70,16 +72,18 @@ def main(arguments: list[str] | None = None) -> bool:
     ):
         for shape in given.shapes:
             for kind in given.cache:
-                steps = variants(shape, kind)
-                calls = {f"{n:>6,} tokens, threads: {t}": s.run for (n, t), s in steps.items()}
-                found = timing.interleaved(calls, given.rounds, before=cold)
-                timing.report(f"{kind}, {shape} (kv heads, head size, queries a head)", found)
-                times = dict(zip(steps, found.values(), strict=True))
-                print(f"  two threads pay {crossing(times)}; work: {WORK[0]:,} to {WORK[-1]:,}")
-                rows += [
-                    {"shape": shape, "cache": kind, "tokens": n, "threads": t, "us": time}
-                    for (n, t), time in times.items()
-                ]
+                pairs = variants(shape, kind)
+                calls = {f"{n:>6,} tokens, threads: {t}": pair for (n, t), pair in pairs.items()}
+                found = timing.layered(calls, given.rounds, cool)
+                title = f"{kind}, {shape} (kv heads, head size, queries a head)"
+                timing.report_layers(title, found)
+                times = dict(zip(pairs, found.values(), strict=True))
+                for who in ("later", "first"):
+                    pays = crossing({key: getattr(us, who) for key, us in times.items()})
+                    print(f"  two threads pay in a {who} layer {pays}")
+                for (n, t), us in times.items():
+                    row: Row = {"shape": shape, "cache": kind, "tokens": n, "threads": t}
+                    rows.append(row | {"us": us.later, "first_us": us.first})
     return record.Record("crossover", record.options(given), rows).conclude(given.json)
 
 

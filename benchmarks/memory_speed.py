@@ -9,7 +9,10 @@ from timing import Call
 from onnx_inplace.runner import threads as policy
 
 COLD = 320 << 20
-"""Bytes that are read between two calls: more than the caches of the CPUs that this ran on."""
+"""Bytes that are read before each turn: more than the caches of the CPUs that this ran on."""
+BETWEEN = 1 << 30
+"""Bytes that are read at least between two calls over one cache. ``COLD`` alone would leave part of
+it in a last cache of 260 MB, which does not evict the oldest lines first."""
 
 _LANES = 1024  # int64 elements of a block: one thread reads whole blocks, neighbours in turn
 
@@ -41,3 +44,15 @@ def reading(nbytes: int, threads: int) -> tuple[Call, int]:
 
     read()
     return read, data.nbytes
+
+
+def cooling(variants: int, threads: int) -> Call:
+    """What has to run before each turn so that ``variants`` in turns find their caches cold."""
+    read, _ = reading(COLD, threads)
+    times = -(-BETWEEN // (COLD * variants))
+
+    def cool() -> None:
+        for _ in range(times):
+            read()
+
+    return cool

@@ -6,7 +6,7 @@ its speed, and the next variant gets the cores.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  (bfloat16 in numpy)
@@ -58,18 +58,30 @@ def session(
 
 def prepared(
     node: onnx.NodeProto,
-    feeds: Mapping[str, Array],
+    several: Sequence[Mapping[str, Array]],
     shared: Mapping[str, str],
     dtype: type[np.generic],
     threads: int,
-) -> Run:
-    """A bound run of a node; ``shared`` says which output is stored where an input is.
+) -> list[Run]:
+    """Bound runs of a node; ``shared`` says which output is stored where an input is.
 
     Returns:
-        The first output that is not shared, of element type ``dtype``.
+        A run for each of ``several`` feeds, which are of the same types and shapes; all of one
+        session. It gives the first output that is not shared, of element type ``dtype``.
     """
+    feeds = several[0]
     outputs = {name: feeds[shared[name]].dtype if name in shared else dtype for name in node.output}
     made = session(node, feeds, outputs, threads)
+    return [_bound(made, node, feeds, shared) for feeds in several]
+
+
+def _bound(
+    made: onnxruntime.InferenceSession,
+    node: onnx.NodeProto,
+    feeds: Mapping[str, Array],
+    shared: Mapping[str, str],
+) -> Run:
+    """One run of ``prepared``."""
     binding = made.io_binding()
     values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(x) for name, x in feeds.items()}
     for name, value in values.items():
@@ -98,40 +110,61 @@ def quantized(x: Array, bits: int) -> tuple[Array, NDArray[np.float32]]:
     return nibbles[..., ::2] | nibbles[..., 1::2] << 4, scale[np.newaxis]
 
 
-def group_query_attention(problem: Problem, kind: str, threads: int, spare: int = 0) -> Run:
+def group_query_attention(
+    problems: Sequence[Problem], kind: str, threads: int, spare: int = 0
+) -> list[Run]:
     """The operator that is made for this, past and present in one buffer.
 
     Args:
-        problem: what is attended to; its newest tokens are written.
+        problems: of one shape; what is attended to; the newest tokens are written.
         kind: one of ``GROUP_QUERY_TYPES``.
         threads: of onnxruntime.
         spare: tokens of the buffers beyond the valid ones.
 
     Returns:
-        A run that gives (1, heads, new, head_size).
+        A run for each of the problems, all of one session. It gives (1, heads, new, head_size).
     """
-    cache_type = GROUP_QUERY_TYPES[kind]
+    bits, asked = GROUP_QUERY_TYPES[kind].bits, problems[0]
+    names = ["query", "key", "value", "past_key", "past_value", "lengths", "total"]
+    attributes: dict[str, object] = {}
+    if bits:
+        attributes = {
+            "k_quant_type": "PER_TENSOR",
+            "v_quant_type": "PER_TENSOR",
+            "kv_cache_bit_width": bits,
+        }
+        names += ["", "", "", "", "", "key_scale", "value_scale"]
+    node = onnx.helper.make_node(
+        "GroupQueryAttention",
+        names,
+        ["output", "present_key", "present_value"],
+        domain="com.microsoft",
+        num_heads=asked.heads,
+        kv_num_heads=asked.kv_heads,
+        **attributes,
+    )
+    shared = {"present_key": "past_key", "present_value": "past_value"}
+    several = [_group_query_feeds(problem, kind, spare) for problem in problems]
+    shape = 1, asked.new, asked.heads, asked.size
+    runs = prepared(node, several, shared, several[0]["query"].dtype.type, threads)
+    return [lambda run=run: run().reshape(shape).swapaxes(1, 2) for run in runs]
+
+
+def _group_query_feeds(problem: Problem, kind: str, spare: int) -> dict[str, Array]:
+    """Inputs of ``group_query_attention`` by name, caches with room for ``spare`` tokens."""
+    cache_type, new = GROUP_QUERY_TYPES[kind], problem.new
     dtype = np.float16 if cache_type.dtype is np.float16 else np.float32
-    new, size = problem.new, problem.size
 
     def flat(x: Array) -> Array:
         return np.ascontiguousarray(x.swapaxes(0, 1).reshape(1, new, -1).astype(dtype))
 
-    names = ["query", "key", "value", "past_key", "past_value", "lengths", "total"]
     feeds = {
         "query": flat(problem.query),
         "key": flat(problem.keys[:, -new:]),
         "value": flat(problem.values[:, -new:]),
     }
-    attributes: dict[str, object] = {}
     caches = {"past_key": problem.keys, "past_value": problem.values}
     if cache_type.bits:
-        attributes = {
-            "k_quant_type": "PER_TENSOR",
-            "v_quant_type": "PER_TENSOR",
-            "kv_cache_bit_width": cache_type.bits,
-        }
-        names += ["", "", "", "", "", "key_scale", "value_scale"]
         for name, scale in (("past_key", "key_scale"), ("past_value", "value_scale")):
             caches[name], feeds[scale] = quantized(caches[name], cache_type.bits)
     for name, cache in caches.items():
@@ -140,34 +173,29 @@ def group_query_attention(problem: Problem, kind: str, threads: int, spare: int 
         feeds[name] = room.astype(cache_type.dtype, copy=False)
     feeds["lengths"] = np.array([problem.tokens - 1], np.int32)
     feeds["total"] = np.array(problem.tokens, np.int32)
-    node = onnx.helper.make_node(
-        "GroupQueryAttention",
-        names,
-        ["output", "present_key", "present_value"],
-        domain="com.microsoft",
-        num_heads=problem.heads,
-        kv_num_heads=problem.kv_heads,
-        **attributes,
-    )
-    shared = {"present_key": "past_key", "present_value": "past_value"}
-    run = prepared(node, feeds, shared, dtype, threads)
-    return lambda: run().reshape(1, new, problem.heads, size).swapaxes(1, 2)
+    return feeds
 
 
-def attention(problem: Problem, dtype: type[np.generic], threads: int, spare: int = 0) -> Run:
-    """Attention of opset 24 over a cache that is written already; it reads the whole capacity."""
-    caches = [np.ones((1, x.shape[0], x.shape[1] + spare, x.shape[2]), dtype) for x in problem.kv]
-    for cache, x in zip(caches, problem.kv, strict=True):
-        cache[0, :, : problem.tokens] = x
+def attention(
+    problems: Sequence[Problem], dtype: type[np.generic], threads: int, spare: int = 0
+) -> list[Run]:
+    """Attention of opset 24 over a cache that is written already; it reads the whole capacity.
+
+    Returns:
+        A run for each of the problems, which are of one shape; all of one session.
+    """
+
+    def feeds(problem: Problem) -> dict[str, Array]:
+        found = {"query": problem.query[np.newaxis].astype(dtype)}
+        for name, x in zip(("key_cache", "value_cache"), problem.kv, strict=True):
+            cache = np.ones((1, x.shape[0], x.shape[1] + spare, x.shape[2]), dtype)
+            cache[0, :, : problem.tokens] = x
+            found[name] = cache
+        return {**found, "length": np.array([problem.tokens])}
+
     names = ["query", "key_cache", "value_cache", "", "", "", "length"]
-    feeds = {
-        "query": problem.query[np.newaxis].astype(dtype),
-        "key_cache": caches[0],
-        "value_cache": caches[1],
-        "length": np.array([problem.tokens]),
-    }
     node = onnx.helper.make_node("Attention", names, ["output"], is_causal=1)
-    return prepared(node, feeds, {}, dtype, threads)
+    return prepared(node, [feeds(problem) for problem in problems], {}, dtype, threads)
 
 
 def tensor_scatter(

@@ -46,16 +46,28 @@ def portable(wanted: bool) -> Iterator[None]:
         yield
 
 
-def dense(problem: Problem, kind: str, threads: int, spare: int = 0) -> Step:
-    """Over two arrays of type ``kind``, with room for ``spare`` tokens beyond the valid ones."""
+def dense(problems: Sequence[Problem], kind: str, threads: int, spare: int = 0) -> list[Step]:
+    """Over two arrays of type ``kind``, with room for ``spare`` tokens beyond the valid ones.
+
+    Returns:
+        A step for each of the problems, which are of one shape, over caches of its own; all of one
+        session.
+    """
+    asked = problems[0]
+    model = step_models.dense(kind, asked.heads, asked.kv_heads, asked.size)
+    session = Session(model, threads=threads)
+    return [_over_arrays(session, problem, kind, spare) for problem in problems]
+
+
+def _over_arrays(session: Session, problem: Problem, kind: str, spare: int) -> Step:
+    """One step of ``dense``."""
     dtype, new = DTYPES[kind], problem.new
-    model = step_models.dense(kind, problem.heads, problem.kv_heads, problem.size)
     caches = [
         np.ones((1, problem.kv_heads, problem.tokens + spare, problem.size), dtype) for _ in "kv"
     ]
     for cache, x in zip(caches, problem.kv, strict=True):
         cache[0, :, : problem.tokens] = x
-    step = Session(model, threads=threads).bind(key_cache=caches[0], value_cache=caches[1])
+    step = session.bind(key_cache=caches[0], value_cache=caches[1])
     query = problem.query[np.newaxis].astype(dtype)
     feeds = {
         "query": query,
@@ -76,18 +88,31 @@ def dense(problem: Problem, kind: str, threads: int, spare: int = 0) -> Step:
     return Step(run, nbytes, against_float64, step)
 
 
-def paged(problem: Problem, kinds: Sequence[str], threads: int, accuracy_level: int = 0) -> Step:
-    """Over pages of these formats in turn; the first one has to take single tokens."""
+def paged(
+    problems: Sequence[Problem], kinds: Sequence[str], threads: int, accuracy_level: int = 0
+) -> list[Step]:
+    """Over pages of these formats in turn; the first one has to take single tokens.
+
+    Returns:
+        A step for each of the problems, which are of one shape, over a cache of its own; all of one
+        session.
+    """
+    asked = problems[0]
+    model = step_models.paged(kinds, asked.heads, asked.kv_heads, PAGE, asked.size, accuracy_level)
+    session = Session(model, threads=threads)
+    return [_over_pages(session, problem, kinds) for problem in problems]
+
+
+def _over_pages(session: Session, problem: Problem, kinds: Sequence[str]) -> Step:
+    """One step of ``paged``."""
     new, pages = problem.new, -(-problem.tokens // PAGE)
     table = np.arange(pages)
-    cache, session = step_models.page_writer(problem.kv_heads, PAGE, problem.size, kinds)
-    with session.bind(cache=cache) as writing:
+    cache, writer = step_models.page_writer(problem.kv_heads, PAGE, problem.size, kinds)
+    with writer.bind(cache=cache) as writing:
         writing.run(blocks=table, values=np.stack(problem.kv), position=np.array(0))
     for page in range(pages):
         cache.convert(page, kinds[page % len(kinds)])
-    dims = (2, problem.kv_heads, PAGE, problem.size)
-    model = step_models.paged(kinds, problem.heads, *dims[1:], accuracy_level)
-    step = Session(model, threads=threads).bind(cache=cache)
+    step = session.bind(cache=cache)
     feeds: dict[str, Any] = {
         "blocks": table,
         "query": problem.query[np.newaxis],
@@ -105,5 +130,6 @@ def paged(problem: Problem, kinds: Sequence[str], threads: int, accuracy_level: 
         keys, values = stored[:, :, : problem.tokens].astype(np.float32)
         return error(output, reference(problem.query, keys, values))
 
+    dims = (2, problem.kv_heads, PAGE, problem.size)
     page_bytes = [formats.BUILTIN[kinds[k % len(kinds)]].page_bytes(dims) for k in range(pages)]
     return Step(run, sum(page_bytes), against_float64, step)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 
 import record
-from problem import random_problem
+from problem import random_problems
 from record import Bound, Claim
 from side_by_side import GROUP_QUERY, Contest, Table, measure
 
@@ -53,8 +53,8 @@ def main(arguments: list[str] | None = None) -> bool:
     tables, held = [], []
     for lengths in given.lengths:
         new, tokens = map(int, lengths.split("/"))
-        problem = random_problem(given.heads, group, size, tokens, new)
-        table = measure(Contest(problem, given.threads, given.cache, peers), given.rounds, [])
+        problems = random_problems(given.heads, group, size, tokens, new)
+        table = measure(Contest(problems, given.threads, given.cache, peers), given.rounds, [])
         table.show()
         held += claims(table, lengths)
         tables.append(table)

@@ -64,13 +64,23 @@ class Problem:
         )
 
 
-def random_problem(kv_heads: int, group: int, size: int, tokens: int, new: int = 1) -> Problem:
+def random_problem(
+    kv_heads: int, group: int, size: int, tokens: int, new: int = 1, seed: int = 0
+) -> Problem:
     """Normal numbers, the same ones in every run; no page of memory is left unwritten."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     query = rng.standard_normal((kv_heads * group, new, size), np.float32)
     query = (np.rint(query * 32) / 32).clip(-3.9, 3.9)  # at most 7 bits
     keys, values = (rng.standard_normal((kv_heads, tokens, size), np.float32) for _ in "kv")
     return Problem(query, keys, values)
+
+
+def random_problems(
+    kv_heads: int, group: int, size: int, tokens: int, new: int = 1
+) -> tuple[Problem, Problem]:
+    """Two of one shape: for the cache whose time counts, and for the one that comes before it."""
+    first, second = (random_problem(kv_heads, group, size, tokens, new, seed) for seed in (0, 1))
+    return first, second
 
 
 def reference(query: Array, keys: Array, values: Array) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import ggml
@@ -12,6 +12,7 @@ import ours
 import timing
 from problem import Problem
 from record import Row
+from timing import Call, Pair, Spent
 
 READING, OURS = "reading memory", "onnx-inplace"
 GROUP_QUERY, ATTENTION, GGML = "GroupQueryAttention", "Attention", "ggml flash attention"
@@ -34,12 +35,13 @@ class Key(NamedTuple):
 class Contest(NamedTuple):
     """Who takes part, by types of cache.
 
+    ``problems`` are two of one shape: of the cache whose time counts, and of the one before it.
     ``ours`` are names of ``ours.DTYPES``, of page formats ("FLOAT16 pages" where the two could be
     mixed up) or "mixture"; with " fast" behind, at accuracy_level 4, with ", portable", on the
     kernels for every CPU. Peers run on one thread and on ``threads``.
     """
 
-    problem: Problem
+    problems: tuple[Problem, Problem]
     threads: int
     ours: Sequence[str]
     group_query: Sequence[str] = ()
@@ -48,18 +50,18 @@ class Contest(NamedTuple):
 
 
 class Table(NamedTuple):
-    """What was measured at one shape."""
+    """What was measured at one shape; what is compared and promised is what a later layer takes."""
 
     problem: Problem
     threads: int
-    times: dict[Key, float]  # [us]
+    times: dict[Key, Spent]
     nbytes: dict[str, int]
     errors: dict[str, float]
     bandwidth: float  # [GB/s]
 
     def mine(self, label: str) -> float:
         """Time of ours [us]."""
-        return self.times[Key(OURS, label, self.threads)]
+        return self.times[Key(OURS, label, self.threads)].later
 
     def gigabytes(self, label: str) -> float:
         """GB/s of its cache that a variant of ours reads."""
@@ -67,7 +69,9 @@ class Table(NamedTuple):
 
     def best(self, family: str, kind: str) -> float | None:
         """Time of a peer with its better number of threads; None if it did not take part."""
-        found = [t for key, t in self.times.items() if (key.family, key.kind) == (family, kind)]
+        found = [
+            t.later for key, t in self.times.items() if (key.family, key.kind) == (family, kind)
+        ]
         return min(found, default=None)
 
     def show(self) -> None:
@@ -78,7 +82,7 @@ class Table(NamedTuple):
             note = f"{speed:5.1f} GB/s ({speed / self.bandwidth:.2f}), error {error:.1e}"
             notes[str(Key(OURS, label, self.threads))] = note
         times = {str(key): time for key, time in self.times.items()}
-        timing.report(str(self.problem), times, notes)
+        timing.report_layers(str(self.problem), times, notes)
 
     def rows(self) -> list[Row]:
         """For JSON."""
@@ -92,7 +96,8 @@ class Table(NamedTuple):
                 "new": self.problem.new,
                 "head_size": self.problem.size,
                 "group": self.problem.heads // self.problem.kv_heads,
-                "us": time,
+                "us": time.later,
+                "first_us": time.first,
             }
             if key.family == OURS:
                 row["bytes"] = self.nbytes[key.kind]
@@ -104,52 +109,61 @@ class Table(NamedTuple):
         return found
 
 
-def step(problem: Problem, label: str, threads: int) -> ours.Step:
-    """Ours, by the label of a ``Contest``."""
+def steps(problems: Sequence[Problem], label: str, threads: int) -> list[ours.Step]:
+    """Ours, by the label of a ``Contest``; one for each of the problems."""
     kind, portable = label.removesuffix(", portable"), label.endswith(", portable")
     with ours.portable(portable):
         if kind in ours.DTYPES:
-            return ours.dense(problem, kind, threads)
+            return ours.dense(problems, kind, threads)
         if kind == "mixture":
             pattern = [name for name, count in MIXTURE.items() for _ in range(count)]
-            return ours.paged(problem, pattern, threads)
+            return ours.paged(problems, pattern, threads)
         level = 4 if kind.endswith(" fast") else 0
         name = kind.removesuffix(" pages").removesuffix(" fast")
-        return ours.paged(problem, [name], threads, level)
+        return ours.paged(problems, [name], threads, level)
 
 
-def peers(contest: Contest, skipped: list[str]) -> dict[Key, Callable[[], object]]:
+def peers(contest: Contest, skipped: list[str]) -> dict[Key, Pair]:
     """Calls of all peers that are installed; the others are added to ``skipped``."""
-    problem, both = contest.problem, sorted({1, contest.threads})
-    found: dict[Key, Callable[[], object]] = {}
+    problems, both = contest.problems, sorted({1, contest.threads})
+    found: dict[Key, Pair] = {}
     for kind in contest.group_query:
         for count in both:
-            run = peer.group_query_attention(problem, kind, count)
-            found[Key(GROUP_QUERY, kind, count)] = run
+            runs = peer.group_query_attention(problems, kind, count)
+            found[Key(GROUP_QUERY, kind, count)] = pair(runs)
     for kind in contest.attention:
-        run = peer.attention(problem, ours.DTYPES[kind], contest.threads)
-        found[Key(ATTENTION, kind, contest.threads)] = run
+        runs = peer.attention(problems, ours.DTYPES[kind], contest.threads)
+        found[Key(ATTENTION, kind, contest.threads)] = pair(runs)
     if contest.ggml and ggml.library() is None:
         skipped.append("ggml: llama-cpp-python is not installed")
         return found
     for kind in contest.ggml:
-        flash = ggml.FlashAttention(problem, ggml.Type[kind])
-        found |= {Key(GGML, kind, count): flash.run(count) for count in both}
+        flash = [ggml.FlashAttention(problem, ggml.Type[kind]) for problem in problems]
+        for count in both:
+            found[Key(GGML, kind, count)] = pair([each.run(count) for each in flash])
     return found
 
 
+def pair(calls: Sequence[Call]) -> Pair:
+    """Of calls for ``Contest.problems``, in that order."""
+    counts, before = calls
+    return Pair(before, counts)
+
+
 def measure(contest: Contest, rounds: int, skipped: list[str]) -> Table:
-    """All variants in turns, each over a cold cache."""
-    problem, threads = contest.problem, contest.threads
-    reading, read = memory_speed.reading(8 * problem.keys.size, threads)  # as a float32 cache
-    steps = {label: step(problem, label, threads) for label in contest.ours}
-    calls: dict[Key, Callable[[], object]] = {Key(READING, "", threads): reading}
-    calls |= {Key(OURS, label, threads): ready.run for label, ready in steps.items()}
+    """All variants in turns, each over cold caches."""
+    problem, threads = contest.problems[0], contest.threads
+    nbytes = 8 * problem.keys.size  # as a float32 cache
+    (counts, read), (before, _) = (memory_speed.reading(nbytes, threads) for _ in "ab")
+    mine = {label: steps(contest.problems, label, threads) for label in contest.ours}
+    calls = {Key(READING, "", threads): Pair(before, counts)}
+    for label, made in mine.items():
+        calls[Key(OURS, label, threads)] = pair([step.run for step in made])
     calls |= peers(contest, skipped)
-    errors = {label: ready.error() for label, ready in steps.items()}
-    cold, _ = memory_speed.reading(memory_speed.COLD, threads)
-    found = timing.interleaved({str(k): c for k, c in calls.items()}, rounds, before=cold)
+    errors = {label: made[0].error() for label, made in mine.items()}
+    cool = memory_speed.cooling(len(calls), threads)
+    found = timing.layered({str(k): c for k, c in calls.items()}, rounds, cool)
     times = {key: found[str(key)] for key in calls}
-    nbytes = {label: ready.nbytes for label, ready in steps.items()}
-    bandwidth = read / times[Key(READING, "", threads)] / 1e3
-    return Table(problem, threads, times, nbytes, errors, bandwidth)
+    sizes = {label: made[0].nbytes for label, made in mine.items()}
+    bandwidth = read / times[Key(READING, "", threads)].later / 1e3
+    return Table(problem, threads, times, sizes, errors, bandwidth)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import attention
 import capacity
 import ggml
+import memory_speed
 import onnxruntime_peer
 import ours
 import prefill
 import problem
 import quantize
 import record
+import timing
 import update
 
 TINY = {
@@ -98,10 +101,10 @@ def attend(asked: problem.Problem) -> np.ndarray:
 
 
 PEERS: dict[str, Callable[[problem.Problem], Callable[[], np.ndarray]]] = {
-    "float32": lambda p: onnxruntime_peer.group_query_attention(p, "float32", 1, spare=5),
-    "float16": lambda p: onnxruntime_peer.group_query_attention(p, "float16", 1),
-    "int8": lambda p: onnxruntime_peer.group_query_attention(p, "int8", 1),
-    "Attention": lambda p: onnxruntime_peer.attention(p, np.float32, 1, spare=5),
+    "float32": lambda p: onnxruntime_peer.group_query_attention([p], "float32", 1, spare=5)[0],
+    "float16": lambda p: onnxruntime_peer.group_query_attention([p], "float16", 1)[0],
+    "int8": lambda p: onnxruntime_peer.group_query_attention([p], "int8", 1)[0],
+    "Attention": lambda p: onnxruntime_peer.attention([p], np.float32, 1, spare=5)[0],
 }
 
 
@@ -125,9 +128,55 @@ def test_ggml_computes_the_same(kind: str, limit: float) -> None:
     assert problem.error(run(), attend(asked)) < limit
 
 
+def test_a_later_layer_is_timed_behind_the_first_one_over_another_cache() -> None:
+    seen: list[str] = []
+
+    def call(name: str, seconds: float) -> Callable[[], object]:
+        return lambda: (seen.append(name), time.sleep(seconds))
+
+    pairs = {name: timing.Pair(call(f"{name}1", 4e-3), call(f"{name}2", 1e-5)) for name in "ab"}
+    found = timing.layered(pairs, 2, call("cool", 0))
+    assert seen == ["cool", "a1", "a2", "cool", "b1", "b2"] * 3
+    assert all(spent.first >= 4e3 and spent.later < spent.first for spent in found.values())
+
+
+@pytest.mark.parametrize("variants", [1, 3, 40])
+def test_enough_is_read_between_two_calls_over_one_cache(
+    variants: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+
+    def reading(nbytes: int, threads: int) -> tuple[Callable[[], object], int]:
+        return lambda: read.append(nbytes), nbytes
+
+    monkeypatch.setattr(memory_speed, "reading", reading)
+    cool = memory_speed.cooling(variants, 2)
+    for _ in range(variants):
+        cool()
+    assert sum(read) >= 1 << 30
+    assert sum(read) - variants * (320 << 20) < 1 << 30
+
+
+TWICE: dict[str, Callable[[list[problem.Problem]], list[Callable[[], np.ndarray]]]] = {
+    "array": lambda both: [step.run for step in ours.dense(both, "float16", 1)],
+    "pages": lambda both: [step.run for step in ours.paged(both, ["INT8"], 1)],
+    "GroupQueryAttention": lambda both: onnxruntime_peer.group_query_attention(both, "float16", 1),
+    "Attention": lambda both: onnxruntime_peer.attention(both, np.float32, 1),
+}
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("name", TWICE)
+def test_two_steps_of_a_session_attend_each_to_its_own_cache(name: str) -> None:
+    both = problem.random_problems(2, 3, 64, 50)
+    runs = TWICE[name](list(both))
+    for asked, run in [*zip(both, runs, strict=True)] * 2:
+        assert problem.error(run(), attend(asked)) < 0.05  # of the other cache it would be about 1
+
+
 @pytest.mark.kernel
 def test_ours_reports_an_error_of_what_it_computed() -> None:
-    step = ours.dense(problem.random_problem(2, 3, 64, 50), "float32", 1)
+    (step,) = ours.dense([problem.random_problem(2, 3, 64, 50)], "float32", 1)
     assert step.error() < 5e-6
     step.keep.run = lambda **_: {"output": np.ones((1, 6, 1, 64), np.float32)}
     assert step.error() > 0.1
