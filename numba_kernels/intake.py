@@ -1,28 +1,16 @@
-"""Looks at array objects of a caller and takes those that are as expected, all in one call.
-
-To ask numpy for shape, type and order of an array takes a microsecond, and tens of them where the
-code for that has left the CPU's caches. Here numpy's C structure is read, whose fields are part of
-its ABI; where they are not what they are documented to be, importing this module fails.
-"""
+"""Looks at array objects of a caller and takes those that are as expected, all in one call."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray, njit
 
-from onnx_inplace.numba_kernels.floats import int32_at, int64_at
-from onnx_inplace.numba_kernels.memory import FIELD, address, copy, load_int64, on_demand
-
-_KIND = FIELD - 8  # of an object: its type
-# of an array object, behind the address of its elements
-_NDIM, _DIMS, _DTYPE, _FLAGS = (FIELD + offset for offset in (8, 16, 40, 48))
-_C_CONTIGUOUS = 1  # of the flags
-ITEMS = tuple.__basicsize__
-"""A tuple has the addresses of its items so many bytes behind its own (``id``)."""
+from onnx_inplace.numba_kernels.floats import int64_at
+from onnx_inplace.numba_kernels.memory import FIELD, copy, load_int64, on_demand
+from onnx_inplace.numba_kernels.objects import is_array
 
 
 class Expected(NamedTuple):
@@ -44,22 +32,6 @@ _WORDS = len(Expected._fields)
 def table(rows: Sequence[Expected]) -> np.ndarray[Any, np.dtype[np.int64]]:
     """``expected`` of :data:`take`, (arrays, words) int64."""
     return np.array(rows, np.int64).reshape(-1, _WORDS)
-
-
-@njit
-def _is(array, kind, x):
-    """Whether an object is an array of this type, shape and order."""
-    if load_int64(array + _KIND) != kind or load_int64(array + _DTYPE) != x.dtype:
-        return False
-    if carray(int32_at(array + _NDIM), (1,))[0] != x.ndim:
-        return False
-    if not carray(int32_at(array + _FLAGS), (1,))[0] & _C_CONTIGUOUS:
-        return False
-    dims, wanted = load_int64(array + _DIMS), x.dims
-    for axis in range(x.ndim):
-        if load_int64(dims + 8 * axis) != load_int64(wanted + 8 * axis):
-            return False
-    return True
 
 
 @njit
@@ -102,7 +74,7 @@ def take(objects, expected, count, kind, intervals, lent):
     intervals = load_int64(intervals)
     for k in range(count):
         array, x = load_int64(objects + 8 * k), _read(expected + 8 * _WORDS * k)
-        if not _is(array, kind, x):
+        if not is_array(array, kind, x.dtype, x.ndim, x.dims):
             return 0
         data = load_int64(array + FIELD)
         if x.nbytes and _overlaps(intervals, lent, data, data + x.nbytes):
@@ -114,31 +86,3 @@ def take(objects, expected, count, kind, intervals, lent):
                 if numbers[i] < x.low or numbers[i] > x.high:
                     return 0
     return 1
-
-
-def _check_fields() -> None:
-    def read(place: int, kind: Any) -> int:
-        value: int = kind.from_address(place).value or 0
-        return value
-
-    base = np.zeros((4, 6), np.float32)
-    for probe in (base, base[1:, ::2], base.T, np.asarray(3), np.zeros((2, 0, 5), np.uint8)):
-        at, items = id(probe), (probe,)
-        dims = read(at + _DIMS, ctypes.c_void_p)
-        shape = tuple(read(dims + 8 * axis, ctypes.c_int64) for axis in range(probe.ndim))
-        found = (
-            read(at + _KIND, ctypes.c_void_p),
-            read(at + FIELD, ctypes.c_void_p),
-            read(at + _NDIM, ctypes.c_int),
-            shape,
-            read(at + _DTYPE, ctypes.c_void_p),
-            bool(read(at + _FLAGS, ctypes.c_int) & _C_CONTIGUOUS),
-            read(id(items) + ITEMS, ctypes.c_void_p),
-        )
-        contiguous = bool(probe.flags.c_contiguous)
-        expected = id(np.ndarray), address(probe), probe.ndim, probe.shape, id(probe.dtype)
-        if found != (*expected, contiguous, at):
-            raise ImportError("arrays of this interpreter have another layout than documented")
-
-
-_check_fields()

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from onnx_inplace.numba_kernels import intake
+from onnx_inplace.numba_kernels import intake, objects
 from onnx_inplace.numba_kernels.memory import FIELD, address
 from onnx_inplace.runner import storage
 from onnx_inplace.runner.checks import Check, Narrowest
@@ -22,7 +22,6 @@ from onnx_inplace.runner.storage import Array
 
 _INT64 = np.dtype(np.int64)
 _MOST = 1 << 16  # bytes of a copy that is kept; longer prompts are copied anew
-_ARRAY = id(np.ndarray)
 _LOWEST = -(2**63)
 
 
@@ -56,9 +55,9 @@ class Intake:
         if lent is None:
             return None
         found = self._pick(values)
-        at = id(found) + intake.ITEMS
+        at = id(found) + objects.ITEMS
         bounds = id(lent) + FIELD
-        if not self._take(at, self._table_at, self._count, _ARRAY, bounds, lent.shape[1]):
+        if not self._take(at, self._table_at, self._count, objects.ARRAY, bounds, lent.shape[1]):
             return None
         given = list(found)
         for k, copy in self._copies:

@@ -7,7 +7,7 @@ import pytest
 
 from onnx_inplace import Session, errors
 from onnx_inplace.dsl import FLOAT, INT32, INT64, Alias, Mutable, kv, model, op
-from onnx_inplace.numba_kernels import intake
+from onnx_inplace.numba_kernels import intake, objects
 from onnx_inplace.numba_kernels.memory import FIELD, address
 
 INT = np.dtype(np.int64)
@@ -32,7 +32,7 @@ def taken(
     table, items = intake.table([row]), (array,)
     intervals = np.array(lent or [], np.int64).reshape(-1, 2).T.copy()
     answer = intake.take.ready()(
-        id(items) + intake.ITEMS,
+        id(items) + objects.ITEMS,
         address(table),
         1,
         id(np.ndarray),
