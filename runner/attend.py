@@ -11,7 +11,7 @@ import dataclasses
 import time
 import types
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -157,6 +157,22 @@ def facts(p: Problem) -> Array:
     return np.array(layout.Layout(*numbers), np.int64)
 
 
+class Alone(NamedTuple):
+    """A call on one thread, for :data:`invoke.invoke`.
+
+    Attributes:
+        kernel: its address.
+        layout: address of the Layout, which the call owns.
+        space: bytes of workspace; its first two int64 are 0 and 1.
+        most: longest of the lengths [tokens] that one thread is to take.
+    """
+
+    kernel: int
+    layout: int
+    space: int
+    most: int
+
+
 class Call:
     """A prepared call for one tuple of shapes. Immutable: threads share it."""
 
@@ -239,6 +255,12 @@ class Call:
             id(lengths) + FIELD,
             id(workspace) + FIELD,
         )
+
+    @property
+    def alone(self) -> Alone:
+        """What a call without mask and sinks on one thread is, for who makes it without Python."""
+        space = 8 * self._workspace
+        return Alone(self._kernel, self._layout_address, space, self._long)
 
     def _words(self, workers: int, splits: int) -> int:
         """Workspace in int64."""

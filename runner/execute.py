@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -35,6 +35,7 @@ from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner import (
     control,
     huge_pages,
+    layers,
     library,
     library_check,
     registry,
@@ -99,7 +100,8 @@ class Engine:
 
     def build(self, frame: Frame, observe: Observe) -> Action:
         """The closures of a frame, prepared as far as its shapes are known."""
-        return _Builder(self._kernels, self._sub_sessions, frame, observe).block(frame.block)
+        builder = _Builder(self._kernels, self._sub_sessions, self._settings, frame, observe)
+        return builder.block(frame.block)
 
     def choose(
         self, dims: Mapping[str, int], fused: OnStorage
@@ -238,6 +240,7 @@ class _Builder:
 
     kernels: Mapping[int, Action]
     sub_sessions: Mapping[int, standard.SubSessionRunner]
+    settings: Settings
     frame: Frame
     observe: Observe
 
@@ -245,11 +248,10 @@ class _Builder:
         """A block as one action."""
         ends = _ends(block, self.frame)
         actions = []
-        for index, step in enumerate(block.steps):
-            action = self._guarded(self._action(step, block), step)
-            actions.append(self.observe(step, action))
-            if index in ends:
-                actions.append(_release(ends[index]))
+        for last, action in self._actions(block, ends):
+            actions.append(action)
+            if last in ends:
+                actions.append(_release(ends[last]))
         if len(actions) == 1:
             return actions[0]
         sequence = tuple(actions)
@@ -259,6 +261,13 @@ class _Builder:
                 action(slots)
 
         return act
+
+    def _actions(self, block: Block, ends: Container[int]) -> Iterable[tuple[int, Action]]:
+        """What does the steps in order: one or several of them, by the last of these."""
+        singles = [self._guarded(self._action(step, block), step) for step in block.steps]
+        if self.observe is _alone:
+            return layers.join(block.steps, singles, ends, self.frame.roots, self.settings)
+        return enumerate(map(self.observe, block.steps, singles))
 
     def _action(self, step: Step, block: Block) -> Action:
         match step:

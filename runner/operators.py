@@ -25,20 +25,12 @@ _MOST_GEOMETRIES = 1024  # a server sees many lengths of prompts: forget, do not
 
 def cache_update(step: steps.Kernel, settings: Settings) -> Action:
     """``CacheUpdate(cache, values, position)``: one position, or one for each row of a batch."""
-    attributes = step.attributes
-    return _update(
-        step,
-        axis=attributes.get("axis", -2),
-        batch_axis=attributes.get("batch_axis", 0),
-        circular=_circular(step),
-    )
+    return _update(step)
 
 
 def tensor_scatter(step: steps.Kernel, settings: Settings) -> Action:
     """``TensorScatter(past_cache, update, write_indices)``; without indices it writes from 0 on."""
-    return _update(
-        step, axis=step.attributes.get("axis", -2), batch_axis=0, circular=_circular(step)
-    )
+    return _update(step)
 
 
 def assign(step: steps.Kernel, settings: Settings) -> Action:
@@ -126,7 +118,7 @@ def _circular(step: steps.Kernel) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Geometry:
+class Geometry:
     """What shapes say of an update.
 
     Attributes:
@@ -148,13 +140,21 @@ class _Geometry:
     inside: bool
 
 
-def _update(step: steps.Kernel, axis: int, batch_axis: int, circular: bool) -> Action:
+def axes(step: steps.Kernel) -> tuple[int, int]:
+    """The axis that a CacheUpdate or TensorScatter writes along, and that of a batch."""
+    batch_axis = step.attributes.get("batch_axis", 0) if step.op_type == "CacheUpdate" else 0
+    return step.attributes.get("axis", -2), batch_axis
+
+
+def _update(step: steps.Kernel) -> Action:
+    axis, batch_axis = axes(step)
+    circular = _circular(step)
     cache_slot, values_slot, output, root = _ports(step)
     position_slot = step.inputs[2] if len(step.inputs) > 2 else None
     zero = np.zeros((), np.int64)
     update = (dense.update_circular if circular else dense.update).ready()
     update_rows = _row_update(circular) if _may_have_rows(step, position_slot) else None
-    geometries: dict[tuple[tuple[int, ...], tuple[int, ...]], _Geometry] = {}
+    geometries: dict[tuple[tuple[int, ...], tuple[int, ...]], Geometry] = {}
 
     def act(slots: Slots) -> None:
         cache, values = slots[cache_slot], slots[values_slot]
@@ -164,7 +164,7 @@ def _update(step: steps.Kernel, axis: int, batch_axis: int, circular: bool) -> A
         if geometry is None:
             if len(geometries) >= _MOST_GEOMETRIES:
                 geometries.clear()
-            geometry = geometries[key] = _geometry(root, cache, values, axis, batch_axis)
+            geometry = geometries[key] = geometry_of(root, cache, values, axis, batch_axis)
         if not values.flags.c_contiguous:
             values = np.ascontiguousarray(values)
         if position.ndim and (geometry.batch != 1 or position.shape != (1,)):
@@ -193,7 +193,7 @@ def _may_have_rows(step: steps.Kernel, position: int | None) -> bool:
     return value is None or value.shape != ()
 
 
-_RowUpdate = Callable[[str, Array, Array, Array, _Geometry], None]
+_RowUpdate = Callable[[str, Array, Array, Array, Geometry], None]
 
 
 def _row_update(circular: bool) -> _RowUpdate:
@@ -201,9 +201,7 @@ def _row_update(circular: bool) -> _RowUpdate:
     find_outside, outside = dense.find_outside.ready(), dense.update_batch.ready()
     inside = dense.update_batch_inside.ready()
 
-    def update(
-        root: str, cache: Array, values: Array, position: Array, geometry: _Geometry
-    ) -> None:
+    def update(root: str, cache: Array, values: Array, position: Array, geometry: Geometry) -> None:
         positions = np.ascontiguousarray(position)
         capacity, length, batch = geometry.capacity, geometry.length, geometry.batch
         if positions.shape != (batch,):
@@ -223,7 +221,7 @@ def _row_update(circular: bool) -> _RowUpdate:
     return update
 
 
-def _geometry(root: str, cache: Array, values: Array, axis: int, batch_axis: int) -> _Geometry:
+def geometry_of(root: str, cache: Array, values: Array, axis: int, batch_axis: int) -> Geometry:
     """What the shapes say; StorageMismatch where values do not fit."""
     shape = cache.shape
     along, over = axis % cache.ndim, batch_axis % cache.ndim
@@ -240,7 +238,7 @@ def _geometry(root: str, cache: Array, values: Array, axis: int, batch_axis: int
     token = math.prod(shape[along + 1 :]) * cache.itemsize
     rows = math.prod(shape[:along]) if values.size else 0
     if over == along:  # no axis is left for a batch
-        return _Geometry(rows, capacity, length, token, 0, (0, 0, 0, 0, 0, 0), False)
+        return Geometry(rows, capacity, length, token, 0, (0, 0, 0, 0, 0, 0), False)
     if over < along:
         outer, inner = math.prod(shape[:over]), math.prod(shape[over + 1 : along])
         sizes = outer, shape[over], inner, capacity, length, token
@@ -248,4 +246,4 @@ def _geometry(root: str, cache: Array, values: Array, axis: int, batch_axis: int
         outer, inner = math.prod(shape[:along]), math.prod(shape[along + 1 : over])
         block = math.prod(shape[over + 1 :]) * cache.itemsize
         sizes = outer, capacity, length, inner, shape[over], block
-    return _Geometry(rows, capacity, length, token, shape[over], sizes, over > along)
+    return Geometry(rows, capacity, length, token, shape[over], sizes, over > along)

@@ -44,8 +44,7 @@ def attention(step: steps.Kernel, settings: Settings) -> Action:
     root = known.root or known.name if known is not None else "K"
     reuse = reusable(step, output)
     calls: Calls[Call] = Calls()
-    query_value, key_value = step.values.get(query_slot), step.values.get(key_slot)
-    kernels = Kernels(settings, shape(attributes, query_value, key_value))
+    prepared = kernels(step, settings)
 
     def act(slots: Slots) -> None:
         query, key, value = slots[query_slot], slots[key_slot], slots[value_slot]
@@ -59,7 +58,7 @@ def attention(step: steps.Kernel, settings: Settings) -> Action:
         call = calls.get(shapes)
         if call is None:
             found = problem(attributes, query, key, value, mask, lengths is not None)
-            call = calls.put(shapes, Call(found, kernels))
+            call = calls.put(shapes, Call(found, prepared))
         target = result(slots, output, reuse, call.shape, query.dtype)
         if mask is None:
             call.on_arrays(query, key, value, target, lengths, root)
@@ -68,6 +67,12 @@ def attention(step: steps.Kernel, settings: Settings) -> Action:
             call(*at, lengths, root, address(mask))
 
     return act
+
+
+def kernels(step: steps.Kernel, settings: Settings) -> Kernels:
+    """The kernels of a step, compiled."""
+    query, key = (None if slot is None else step.values.get(slot) for slot in step.inputs[:2])
+    return Kernels(settings, shape(step.attributes, query, key))
 
 
 def shape(attributes: Mapping[str, Any], query: Known | None, key: Known | None) -> Shape:

@@ -30,6 +30,20 @@ def pages(
     return kv.PagedCacheUpdate(cache, 0, values, position), kv.PageGather(other, 0)
 
 
+@model
+def layer(
+    keys: Mutable[FLOAT[1, 1, "s", 16]],
+    values: Mutable[FLOAT[1, 1, "s", 16]],
+    query: FLOAT[1, 1, 1, 16],
+    position: INT64[()],
+    lengths: INT64[1],
+) -> tuple[FLOAT[1, 1, 1, 16], Alias["keys"], Alias["values"]]:
+    new_keys = kv.CacheUpdate(keys, query, position)
+    new_values = kv.CacheUpdate(values, query, position)
+    attended = op.Attention(query, new_keys, new_values, nonpad_kv_seqlen=lengths)
+    return attended, new_keys, new_values
+
+
 def arrays() -> tuple[Session, dict, dict]:
     feeds = {"values": np.ones((1, 4), np.float32), "position": 1}
     return Session(dense), {"cache": np.zeros((4, 4), np.float32)}, feeds
@@ -104,4 +118,31 @@ def test_a_binding_runs_again_wherever_an_interrupt_comes(make) -> None:
                 dirty += 1
                 step.reset()
                 run()
+    assert dirty
+
+
+def test_what_a_layer_has_written_is_said() -> None:
+    """Its steps are one action from the third run on: all of them have run, or it is said."""
+    session, dirty = Session(layer), 0
+    caches = {name: np.zeros((1, 1, 64, 16), np.float32) for name in ("keys", "values")}
+
+    def feeds(at: int) -> dict:
+        query = np.full((1, 1, 1, 16), at + 1, np.float32)
+        return {"query": query, "position": at, "lengths": np.array([at + 1])}
+
+    with session.bind(**caches) as step:
+        for at in range(4):
+            step.run(**feeds(at))
+        for number in range(1, interrupted(lambda: step.run(**feeds(4)), 0)):
+            for cache in caches.values():
+                cache[:, :, 4] = 0
+            interrupted(lambda: step.run(**feeds(4)), number)
+            changed = {name for name, cache in caches.items() if cache[:, :, 4].any()}
+            try:
+                step.run(**feeds(5))
+                assert changed in (set(), {"keys", "values"}), number
+            except errors.DirtyState as error:
+                assert changed <= {written.root for written in error.written}, number
+                dirty += 1
+                step.reset()
     assert dirty

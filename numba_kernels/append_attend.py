@@ -1,0 +1,178 @@
+"""A layer of a decoder in one call: looks at its arrays, writes keys and values, attends over them.
+
+Arrays are found in a list of objects. Before the first byte is written all of them are compared
+with what is expected, and positions and lengths with the capacity: whatever is not so is left to
+the caller, who knows how to say why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import carray, njit
+
+from onnx_inplace.numba_kernels.floats import int64_at
+from onnx_inplace.numba_kernels.invoke import call_kernel
+from onnx_inplace.numba_kernels.memory import FIELD, copy, load_int64, on_demand, store_int64
+from onnx_inplace.numba_kernels.objects import LIST, is_array, let_go, take_back
+
+REFUSED, WRITTEN, DONE = 0, 1, 2
+"""What a call has done: nothing; keys and values are written; attention is done, too."""
+
+
+class Expected(NamedTuple):
+    """One array of a list, int64."""
+
+    place: int  # in the list
+    data: int  # address of its elements; 0: any
+    dtype: int  # ``id`` of numpy's object
+    ndim: int
+    dims: int  # address of (ndim) int64
+
+
+CACHE, VALUES, POSITIONS = 0, 1, 2  # arrays of a write; the second write has the three that follow
+QUERY, OUTPUT, LENGTHS = 6, 7, 8  # of attention
+_ARRAYS = 9
+
+
+class Write(NamedTuple):
+    """Sizes of one write, int64: see ``dense.update``; rows are those of a batch one by one."""
+
+    batch: int  # positions
+    rows: int  # of each
+    capacity: int  # [tokens]
+    length: int  # [tokens]
+    token: int  # bytes
+
+
+class Attention(NamedTuple):
+    """The call that follows, int64."""
+
+    kind: int  # ``objects.ARRAY``
+    kernel: int  # address, of one that ``invoke.invoke`` calls
+    layout: int  # address of its Layout
+    key: int  # which write is that of keys, 0 or 1
+    batch: int  # lengths
+    capacity: int  # [tokens]: no length is longer
+    most: int  # [tokens]: a longer call is left to the caller
+
+
+_EXPECTED, _WRITE = len(Expected._fields), len(Write._fields)
+_WRITES = _ARRAYS * _EXPECTED
+_ATTENTION = _WRITES + 2 * _WRITE
+
+
+def table(
+    arrays: Sequence[Expected], writes: Sequence[Write], attention: Attention
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """``table`` of :data:`append_and_attend`: nine arrays and two writes."""
+    rows: list[tuple[int, ...]] = [*arrays, *writes, attention]
+    return np.array([number for row in rows for number in row], np.int64)
+
+
+@njit
+def _expected(at):
+    n = carray(int64_at(at), (_EXPECTED,))
+    return Expected(n[0], n[1], n[2], n[3], n[4])
+
+
+@njit
+def _write(at):
+    n = carray(int64_at(at), (_WRITE,))
+    return Write(n[0], n[1], n[2], n[3], n[4])
+
+
+@njit
+def _attention(at):
+    n = carray(int64_at(at), (7,))
+    return Attention(n[0], n[1], n[2], n[3], n[4], n[5], n[6])
+
+
+@njit
+def _data(items, table, k):
+    """Where the elements of an array are."""
+    return load_int64(load_int64(items + 8 * _expected(table + 8 * _EXPECTED * k).place) + FIELD)
+
+
+@njit
+def _as_expected(items, table, kind):
+    for k in range(_ARRAYS):
+        x = _expected(table + 8 * _EXPECTED * k)
+        array = load_int64(items + 8 * x.place)
+        if not is_array(array, kind, x.dtype, x.ndim, x.dims):
+            return False
+        if x.data and load_int64(array + FIELD) != x.data:
+            return False
+    return True
+
+
+@njit
+def _longest(numbers, count, most):
+    """The largest of ``count`` int64; -1: one is negative, or larger than ``most``."""
+    longest = 0
+    for k in range(count):
+        number = load_int64(numbers + 8 * k)
+        if number < 0 or number > most:
+            return -1
+        longest = max(longest, number)
+    return longest
+
+
+@njit
+def _update(x, cache, values, positions):
+    block = x.length * x.token
+    for row in range(x.batch * x.rows):
+        position = load_int64(positions + row // x.rows * 8)
+        copy(cache + (row * x.capacity + position) * x.token, values + row * block, block)
+
+
+# With the GIL, but for copies and the kernel: nobody changes or frees an array while it is judged.
+@on_demand("int64(int64,int64,int64)", nogil=False)
+def append_and_attend(slots, table, space):
+    """Write keys and values into their caches, then attend; only if all is as expected.
+
+    Args:
+        slots: ``id`` of a list, whose items nobody changes meanwhile.
+        table: address of what is expected, see :func:`table`.
+        space: ``id(...) + FIELD`` of workspace for the kernel; its first int64 become 0 and 1.
+
+    Danger: places are in the list, sizes of writes and the Layout belong to the shapes that are
+        expected, and new keys and values do not overlap caches.
+
+    Returns:
+        ``REFUSED``, ``WRITTEN`` or ``DONE``.
+    """
+    items, x, space = (
+        load_int64(slots + LIST),
+        _attention(table + 8 * _ATTENTION),
+        load_int64(space),
+    )
+    if not _as_expected(items, table, x.kind):
+        return REFUSED
+    first, second = _write(table + 8 * _WRITES), _write(table + 8 * (_WRITES + _WRITE))
+    positions, others = _data(items, table, POSITIONS), _data(items, table, 3 + POSITIONS)
+    if _longest(positions, first.batch, first.capacity - first.length) < 0:
+        return REFUSED
+    if _longest(others, second.batch, second.capacity - second.length) < 0:
+        return REFUSED
+    lengths = _data(items, table, LENGTHS)
+    longest = _longest(lengths, x.batch, x.capacity)
+    if longest < 0:
+        return REFUSED
+    cache, other = _data(items, table, CACHE), _data(items, table, 3 + CACHE)
+    new, newer = _data(items, table, VALUES), _data(items, table, 3 + VALUES)
+    query, output = _data(items, table, QUERY), _data(items, table, OUTPUT)
+    key, value = (cache, other) if x.key == 0 else (other, cache)
+    state = let_go()
+    _update(first, cache, new, positions)
+    _update(second, other, newer, others)
+    done = WRITTEN
+    if longest <= x.most:
+        store_int64(space, 0)  # items that are done
+        store_int64(space + 8, 1)  # splits
+        call_kernel(x.kernel, (x.layout, query, key, value, output, lengths, 0, 0, space, 0, 1))
+        done = DONE
+    take_back(state)
+    return done
