@@ -6,42 +6,40 @@ the error is one of single roundings to 11 bits, a fraction of what storing 8 bi
 
 Queries and weights are multiplied by a power of two, so that no sum can leave the range of float16
 whatever the codes are. Lanes are those of ``decode_parts``.
+
+Rows are given by a table of offsets: those of a tile come from several places of a page. A vector
+of products has half a row of one token and half a row of another one, so that their sums are added
+up together. What is read later is asked for while something is computed, a line at a time: a core
+has only some requests under way.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from onnx_inplace.numba_kernels.decode_parts import head_lanes
-from onnx_inplace.numba_kernels.fused.lanes import Lanes
 from onnx_inplace.numba_kernels.layout import LOWEST
+from onnx_inplace.numba_kernels.pages_bytes_lanes import LINE, WIDE, Halves, split
 from onnx_inplace.numba_kernels.pages_layout import E4M3
-from onnx_inplace.numba_kernels.vector import LANES, VECTOR, Value
+from onnx_inplace.numba_kernels.vector import LANES, Value
 
-TILE = 16  # tokens whose values are summed up in float16
-WIDE = 2 * LANES  # elements of a vector of float16
-_TOGETHER = 4  # keys that share each load of the queries
+TILE = 32  # tokens whose values are summed up in float16: half the conversions of 16
+_TOGETHER = 4  # pairs of keys that share each load of the queries
 _HEADS = 4  # whose sums are kept in registers at once
 _PANEL = 4  # vectors of sums of each of them
-_LINE = 64
 _MOST = 65504.0  # of a float16
 
 _I = types.int64
-_HALF, _SHORT, _INT = ir.HalfType(), ir.IntType(16), ir.IntType(32)
-_HALVES, _NARROW = ir.VectorType(_HALF, WIDE), ir.VectorType(_HALF, LANES)
-_SHORTS, _INTS = ir.VectorType(_SHORT, LANES), ir.VectorType(_INT, LANES)
 
 
 def unit(kind: int) -> float:
-    """What a number that ``Emitter.halves_of_bytes`` reads has to be multiplied by."""
+    """What a number that ``Halves.widened`` gives has to be multiplied by."""
     return 256.0 if kind == E4M3 else 1.0
 
 
@@ -65,62 +63,29 @@ def weight_range(kind: int) -> float:
     return _power(_MOST / (TILE * _largest(kind)))
 
 
-class _Halves(Lanes):
-    """Arithmetic on 32 float16."""
+class _Rows(NamedTuple):
+    """What says where the rows of a tile are, and what is asked for meanwhile; int64.
 
-    def row(self, address: Value) -> Value:
-        """32 float16."""
-        value = self.builder.load(self._memory(address, _HALVES))
-        value.align = 2
-        return value
+    Rows up to ``near`` ask for what is ``ahead`` bytes behind them, those after it for what is
+    ``beyond`` bytes behind.
+    """
 
-    def put(self, vector: Value, address: Value) -> None:
-        """Store a vector of any type."""
-        self.builder.store(vector, self._memory(address, vector.type)).align = 2
+    base: Value  # address
+    offsets: Value  # address of (count) int64: from ``base`` to each row
+    count: Value
+    near: Value
+    ahead: Value
+    beyond: Value
 
-    def twice(self, address: Value) -> Value:
-        """Two float16 in all lanes."""
-        number = self.builder.load(self._memory(address, _INT))
-        number.align = 4
-        return self.builder.bitcast(self.splat(number, _INTS), _HALVES)
+    def at(self, e: Halves, first: Value, numbers: range) -> list[Value]:
+        """Addresses of rows ``first + numbers``; those that are none are the last one."""
+        places = [e.add(self.offsets, e.times(e.add(first, j), 8)) for j in numbers]
+        return [e.add(self.base, e.load_int(place)) for place in places]
 
-    def multiply_add(self, a: Value, b: Value, c: Value | None) -> Value:
-        """``a * b + c``; without ``c`` the product."""
-        if c is None:
-            return self.builder.fmul(a, b)
-        return self._intrinsic(f"llvm.fma.v{WIDE}f16", _HALVES, [a, b, c])
-
-    def narrowed(self, x: Value) -> Value:
-        """16 float32 as float16, in the low halves of int32."""
-        bits = self.builder.bitcast(self.builder.fptrunc(x, _NARROW), _SHORTS)
-        return self.builder.zext(bits, _INTS)
-
-    def parts(self, x: Value) -> list[Value]:
-        """The first and the last 16 elements as float32."""
-        b = self.builder
-        both = [self.lanes(range(first, first + LANES)) for first in (0, LANES)]
-        return [b.fpext(b.shuffle_vector(x, x, lanes), VECTOR) for lanes in both]
-
-    def totals(self, vectors: Sequence[Value]) -> Value:
-        """Lane i, as float32 = the sum of the lanes of ``vectors[i]``: 15 additions of float16."""
-        b, vectors, width = self.builder, list(vectors), LANES
-        while width > 1:
-            half, kept = width // 2, len(vectors) // 2
-            order: list[int] = []
-            for s in range(LANES // width):
-                first = [s * width + k for k in range(half)]
-                order += first + [LANES + k for k in first]
-            # neighbours of float16 stay together: lanes of 32 bits are moved by one instruction
-            pairs = [b.bitcast(v, _INTS) for v in vectors]
-            joined = []
-            for x, y in zip(pairs[:kept], pairs[kept:], strict=True):
-                moved = [self.shuffle(x, y, [k + d for k in order]) for d in (0, half)]
-                joined.append(b.fadd(*(b.bitcast(m, _HALVES) for m in moved)))
-            vectors, width = joined, half
-        bits = b.bitcast(vectors[0], _INTS)
-        neighbours = [bits, b.lshr(bits, self.lanes([16] * LANES))]
-        halves = [b.bitcast(b.trunc(n, _SHORTS), _NARROW) for n in neighbours]
-        return b.fadd(*(b.fpext(h, VECTOR) for h in halves))
+    def step(self, e: Halves, first: Value) -> Value:
+        """From a row to what is asked for."""
+        near = e.builder.icmp_signed("<", first, self.near)
+        return e.builder.select(near, self.ahead, self.beyond)
 
 
 def make_prepare(kind: int, size: int, group: int) -> Any:
@@ -128,7 +93,8 @@ def make_prepare(kind: int, size: int, group: int) -> Any:
 
     Shapes:
         queries: (group, size) float32
-        to:      (group, size) float16
+        to:      (group, size / 32, 2, 2, 16) float16: 32 elements as ``pages_bytes_lanes.split``
+                 orders them, each part twice
         units:   (16) float32, by lane of scores: what these have to be multiplied by
     """
     tokens, most = LANES // head_lanes(group), query_range(kind, size)
@@ -136,7 +102,7 @@ def make_prepare(kind: int, size: int, group: int) -> Any:
     @intrinsic
     def prepare(typing_context, queries, to, units):
         def generate(context, builder, signature, arguments):
-            e = _Halves(builder)
+            e = Halves(builder)
             queries, to, units = arguments
             unit_of = [e.constant(1.0)] * LANES
             for g in range(group):
@@ -146,9 +112,12 @@ def make_prepare(kind: int, size: int, group: int) -> Any:
                     largest = e.maximum(largest, e.absolute(e.load(place)))
                 largest = e.across(e.maximum, largest, LANES)
                 factor = builder.fdiv(e.constant(most), largest)
-                for c, place in enumerate(places):
-                    half = builder.fptrunc(builder.fmul(e.load(place), factor), _NARROW)
-                    e.put(half, e.add(to, (g * size + c * LANES) * 2))
+                halves = [e.rounded(builder.fmul(e.load(place), factor)) for place in places]
+                for c in range(0, size, WIDE):
+                    both = halves[c // LANES : c // LANES + 2]
+                    for part, lanes in enumerate(split(range(WIDE))):
+                        twice = e.picked(both[0], both[1], lanes * 2)
+                        e.put(twice, e.add(to, ((g * size + c) * 2 + part * WIDE) * 2))
                 mine = builder.fmul(largest, e.constant(unit(kind) / most))
                 unit_of[g * tokens : (g + 1) * tokens] = [mine] * tokens
             row = unit_of[0]
@@ -164,108 +133,137 @@ def make_prepare(kind: int, size: int, group: int) -> Any:
 
 
 def make_scores(kind: int, size: int, group: int) -> Any:
-    """``scores(keys, count, queries, units, to, ahead)``: products of keys with all heads.
+    """``scores(keys, offsets, count, queries, units, to, seen, near, ahead, beyond)``.
 
     Shapes:
-        keys:    (count) rows of ``size`` elements of ``kind``
+        keys, offsets, count, near, ahead, beyond: rows of ``size`` elements of ``kind``, see _Rows
         queries, units: as ``prepare`` leaves them
-        to:      (groups of tokens, 16) float32; LOWEST where there is no token
-        ahead:   bytes from a key to the one to ask for
+        to:   (groups of tokens, 16) float32, an even number of groups; LOWEST where there is no
+              token
+        seen: a line, see ``Halves.nan_of``: keys that are not a number, wherever they are
     """
     tokens = LANES // head_lanes(group)
 
     @intrinsic
-    def scores(typing_context, keys, count, queries, units, to, ahead):
+    def scores(typing_context, keys, offsets, count, queries, units, to, seen, near, ahead, beyond):
         def generate(context, builder, signature, arguments):
-            e = _Halves(builder)
-            keys, count, queries, units, to, ahead = arguments
-            last = e.add(count, -1)
+            e = Halves(builder)
+            keys, offsets, count, queries, units, to, seen, *asked = arguments
+            rows = _Rows(keys, offsets, count, *asked)
             lanes = e.lanes([lane % tokens for lane in range(LANES)])
-            zero = ir.Constant(_HALVES, [0.0] * WIDE)
-            with e.loop(e.groups(count, tokens)) as g:
-                first = e.times(g, tokens)
-                rows = [
-                    e.add(keys, e.times(e.least(e.add(first, j), last), size))
-                    for j in range(tokens)
-                ]
+            wrong = cgutils.alloca_once_value(builder, e.line(seen))
+            with e.loop(e.groups(count, 2 * tokens)) as g:
+                first = e.times(g, 2 * tokens)
+                place, step = rows.at(e, first, range(2 * tokens)), rows.step(e, first)
                 sums: list[Value | None] = [None] * LANES
                 for j in range(0, tokens, _TOGETHER):
                     near = range(j, min(tokens, j + _TOGETHER))
                     for c in range(0, size, WIDE):
-                        if c % _LINE == 0:
-                            for i in near:
-                                e.prefetch(e.add(e.add(rows[i], ahead), c), near=True)
-                        key = [e.halves_of_bytes(e.add(rows[i], c), kind, WIDE) for i in near]
-                        for head in range(group):
-                            query = e.row(e.add(queries, (head * size + c) * 2))
+                        if c % LINE == 0:
+                            for i in (*near, *(tokens + i for i in near)):
+                                e.prefetch(e.add(e.add(place[i], step), c), near=True)
+                        codes = [
+                            e.two_rows(e.add(place[i], c), e.add(place[tokens + i], c))
+                            for i in near
+                        ]
+                        if kind == E4M3:
+                            now = builder.load(wrong)
+                            for x in codes:
+                                now = e.nan_of(x, now)
+                            builder.store(now, wrong)
+                        key = [e.widened(x, kind) for x in codes]
+                        for head, part in itertools.product(range(group), range(2)):
+                            at = ((head * size + c) * 2 + part * WIDE) * 2
+                            query = e.row(e.add(queries, at))
                             for i, k in zip(near, key, strict=True):
                                 lane = head * tokens + i
-                                sums[lane] = e.multiply_add(k, query, sums[lane])
-                total = e.totals([zero if x is None else x for x in sums])
-                total = builder.fmul(total, e.load(units))
-                left = e.splat_int(builder.sub(count, first))
-                row = e.where_less(lanes, left, total, e.constant(float(LOWEST)))
-                e.store(row, e.add(to, e.times(g, 64)))
+                                sums[lane] = e.multiply_add(k[part], query, sums[lane])
+                found = e.totals([e.zero() if x is None else x for x in sums])
+                for half, total in enumerate(found):
+                    scaled = builder.fmul(total, e.load(units))
+                    left = e.splat_int(builder.sub(count, e.add(first, half * tokens)))
+                    row = e.where_less(lanes, left, scaled, e.constant(float(LOWEST)))
+                    e.store(row, e.add(to, e.add(e.times(g, 128), half * 64)))
+            e.put(builder.load(wrong), seen)
             return context.get_dummy_value()
 
-        return types.void(_I, _I, _I, _I, _I, _I), generate
+        return types.void(*[_I] * 10), generate
 
     return scores
 
 
 def make_gather(kind: int, size: int, group: int) -> Any:
-    """``gather(values, count, weights, pairs, state, sums, ahead)``: add weighted values.
+    """``gather(values, offsets, count, weights, pairs, state, sums, seen, near, ahead, beyond)``.
 
     Shapes:
-        values:  (count) rows of ``size`` elements of ``kind``, at most TILE
+        values, offsets, count, near, ahead, beyond: rows of ``size`` elements of ``kind``, see
+                 _Rows, at most TILE
         weights: (groups of tokens, 16) float32, as ``decode_parts.make_soften`` leaves them
         pairs:   (groups of tokens, 16, 2) float16, workspace: weights, in the range that is safe
         state:   (3, 16) float32: the last row are the factors for older sums
         sums:    (group, size) float32
-        ahead:   bytes from a value to the one to ask for
+        seen:    (size / 64) lines, see ``Halves.nan_of``: by column, values that are not a number
     """
     tokens = LANES // head_lanes(group)
     safe = weight_range(kind)
 
     @intrinsic
-    def gather(typing_context, values, count, weights, pairs, state, sums, ahead):
-        def panel(e: _Halves, heads: range, columns: range, arguments: Any) -> None:
+    def gather(
+        typing_context, values, offsets, count, weights, pairs, state, sums, seen, near, ahead,
+        beyond,
+    ):  # fmt: skip
+        def panel(e: Halves, heads: range, columns: range, arguments: Any) -> None:
             """Some columns of some heads."""
             builder = e.builder
-            values, count, _, pairs, state, sums, ahead = arguments
-            last, zero = e.add(count, -1), ir.Constant(_HALVES, [0.0] * WIDE)
-            kept = {}
-            for key in itertools.product(heads, columns):
-                kept[key] = cgutils.alloca_once(builder, _HALVES)
-                builder.store(zero, kept[key])
+            values, offsets, count, _, pairs, state, sums, seen, *asked = arguments
+            rows = _Rows(values, offsets, count, *asked)
+            kept = {key: cgutils.alloca_once(builder, e.zero().type)
+                    for key in itertools.product(heads, columns)}  # fmt: skip
+            for place in kept.values():
+                builder.store(e.zero(), place)
+            lines = [c for c in range(columns.start, columns.stop - WIDE, LINE)]
+            looks = lines if kind == E4M3 and heads.start == 0 else []
+            wrong = {c: cgutils.alloca_once_value(builder, e.line(e.add(seen, c))) for c in looks}
             with e.loop(e.groups(count, tokens)) as g:
                 now = {key: builder.load(place) for key, place in kept.items()}
-                row = e.add(pairs, e.times(g, 64))
-                for j in range(tokens):
-                    token = e.least(e.add(e.times(g, tokens), j), last)
-                    value = e.add(values, e.times(token, size))
+                row, first = e.add(pairs, e.times(g, 64)), e.times(g, tokens)
+                step = rows.step(e, first)
+                for j, value in enumerate(rows.at(e, first, range(tokens))):
                     for c in columns if heads.start == 0 else ():
-                        if c % _LINE == 0:
-                            e.prefetch(e.add(e.add(value, ahead), c), near=True)
-                    part = {c: e.halves_of_bytes(e.add(value, c), kind, WIDE) for c in columns}
+                        if c % LINE == 0:
+                            e.prefetch(e.add(e.add(value, step), c), near=True)
+                    part = {}
+                    for c in lines:
+                        codes = e.line(e.add(value, c))
+                        if c in wrong:
+                            builder.store(e.nan_of(codes, builder.load(wrong[c])), wrong[c])
+                        part[c], part[c + WIDE] = e.widened(codes, kind)
+                    if columns.stop % LINE:
+                        c = columns.stop - WIDE
+                        part[c] = e.halves_of_bytes(e.add(value, c), kind, WIDE)
                     for h in heads:
                         weight = e.twice(e.add(row, (h * tokens + j) * 4))
                         for c in columns:
                             now[h, c] = e.multiply_add(weight, part[c], now[h, c])
                 for key, place in kept.items():
                     builder.store(now[key], place)
+            for c, place in wrong.items():
+                e.put(builder.load(place), e.add(seen, c))
             back = e.constant(unit(kind) / safe)
             for h in heads:
                 shrink = e.load_all(e.add(state, 128 + h * tokens * 4))
+                found = {c: builder.load(kept[h, c]) for c in columns}
+                for c in lines:
+                    found[c], found[c + WIDE] = e.joined_line(found[c], found[c + WIDE])
                 for c in columns:
-                    for i, x in enumerate(e.parts(builder.load(kept[h, c]))):
+                    for i, x in enumerate(e.parts(found[c])):
                         place = e.add(sums, (h * size + c + i * LANES) * 4)
                         old = builder.fmul(e.load(place), shrink)
                         e.store(e.fma(x, back, old), place)
 
         def generate(context, builder, signature, arguments):
-            e = _Halves(builder)
-            _, count, weights, pairs, *_ = arguments
+            e = Halves(builder)
+            _, _, count, weights, pairs, *_ = arguments
             lanes = e.lanes([lane % tokens for lane in range(LANES)])
             with e.loop(e.groups(count, tokens)) as g:
                 offset = e.times(g, 64)
@@ -282,6 +280,6 @@ def make_gather(kind: int, size: int, group: int) -> Any:
                     panel(e, heads, range(c, min(size, c + _PANEL * WIDE), WIDE), arguments)
             return context.get_dummy_value()
 
-        return types.void(_I, _I, _I, _I, _I, _I, _I), generate
+        return types.void(*[_I] * 11), generate
 
     return gather

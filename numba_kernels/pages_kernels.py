@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_inplace.numba_kernels import (
-    cpu,
     pages_attention,
     pages_bytes,
+    pages_bytes_lanes,
     pages_portable,
     pages_prefill,
     pages_rows,
@@ -20,7 +20,6 @@ from onnx_inplace.numba_kernels import (
     vector,
 )
 from onnx_inplace.numba_kernels.pages_attention import PagesLayout
-from onnx_inplace.numba_kernels.pages_bytes_parts import WIDE
 from onnx_inplace.numba_kernels.pages_layout import (
     BY_CHANNEL,
     BY_TOKEN,
@@ -123,7 +122,7 @@ def _fast(description: list[int], group: int, accuracy: Accuracy) -> types.Modul
     value = Half(*description[HEADER + HALF :])
     if not vector.available() or group > vector.LANES:
         return None
-    if page.kind in (E4M3, E5M2) and page.head_size % WIDE == 0 and cpu.has("avx512fp16"):
+    if page.kind in (E4M3, E5M2) and pages_bytes_lanes.available(page.head_size):
         return specialise(pages_bytes, page.kind, page.head_size, group)
     if page.kind != INTEGER:
         return specialise(pages_rows, page.kind, page.head_size, group)
