@@ -4,9 +4,10 @@ For each policy: mean KL divergence of the next token's distribution, its 99th p
 perplexity, how often the most likely token is the same one, and bits per element of the cache, all
 included, at 2,048 and at 32,768 tokens. Texts: the first 2,048 tokens of the GPL-3 and of CPython's
 argparse.py. A page is written when its tokens come, and converted from what it holds when it is
-old enough. ``--by kernels`` does everything as decoding does it, ``PagedAttention`` included; with
-``--by pages`` attention is numpy's in float32; ``--by specification`` takes pages of the tests'
-numpy specification as well.
+old enough. ``--by kernels`` does everything as decoding does it, ``PagedAttention`` included, but a
+page of tokens a step; ``--by tokens`` one token a step, ``--by fast`` with accuracy_level=4, which
+prompts do not know. With ``--by pages`` attention is numpy's in float32; ``--by specification``
+takes pages of the tests' numpy specification as well.
 
     python benchmarks/accuracy.py                       all bounds
     python benchmarks/accuracy.py --policy INT8 --text gpl
@@ -42,6 +43,8 @@ if PEER:
 TOKENS, LONG = 2048, 32768
 WAYS: dict[str, Callable[[Policy], Attend]] = {
     "kernels": paged_layers.by_kernels,
+    "tokens": functools.partial(paged_layers.by_tokens, accuracy_level=0),
+    "fast": functools.partial(paged_layers.by_tokens, accuracy_level=4),
     "pages": functools.partial(paged_layers.by_numpy, specification=False),
     "specification": functools.partial(paged_layers.by_numpy, specification=True),
 }

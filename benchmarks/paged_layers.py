@@ -1,7 +1,8 @@
-"""Attention of one layer over pages that a policy keeps, in three ways; see ``teacher.Attend``.
+"""Attention of one layer over pages that a policy keeps, in several ways; see ``teacher.Attend``.
 
 kernels:        a model writes, ``PagedAttention`` attends, the owner of the cache converts pages as
-                they age: what decoding does
+                they age: what decoding does, but a page of tokens a step
+tokens:         the same, one token a step; at any ``accuracy_level``
 pages:          pages are stored likewise; attention is numpy's, in float32
 specification:  pages are made by the numpy specification of the tests; attention is numpy's
 """
@@ -23,7 +24,7 @@ HEADS, KV_HEADS, SIZE = SMOLLM2_135M.heads, SMOLLM2_135M.kv_heads, SMOLLM2_135M.
 
 
 @functools.cache
-def layer(allowed: frozenset[PageFormat], page_size: int) -> Session:
+def layer(allowed: frozenset[PageFormat], page_size: int, accuracy_level: int) -> Session:
     """Appends a layer's new K and V to its cache and attends over all of it."""
     Pages = Paged[(FLOAT[2, KV_HEADS, page_size, SIZE], *sorted(allowed, key=str))]
 
@@ -32,11 +33,14 @@ def layer(allowed: frozenset[PageFormat], page_size: int) -> Session:
         cache: Mutable[Pages],
         table: INT64["blocks"],
         position: INT64[()],
-        query: FLOAT[1, HEADS, page_size, SIZE],
-        values: FLOAT[2, KV_HEADS, page_size, SIZE],
-    ) -> tuple[FLOAT[1, HEADS, page_size, SIZE], Alias["cache"]]:
+        length: INT64[()],
+        query: FLOAT[1, HEADS, "n", SIZE],
+        values: FLOAT[2, KV_HEADS, "n", SIZE],
+    ) -> tuple[FLOAT[1, HEADS, "n", SIZE], Alias["cache"]]:
         updated = kv.PagedCacheUpdate(cache, table, values, position)
-        output = kv.PagedAttention(query, updated, table, position + page_size, is_causal=1)
+        output = kv.PagedAttention(
+            query, updated, table, length, is_causal=1, accuracy_level=accuracy_level
+        )
         return output, updated
 
     return Session(step)
@@ -49,7 +53,18 @@ def formats_of(policy: Policy) -> frozenset[PageFormat]:
 
 def by_kernels(policy: Policy) -> Attend:
     """Everything as in decoding, a page of tokens a step."""
-    session, size = layer(formats_of(policy), policy.page_size), policy.page_size
+    return _by_steps(policy, policy.page_size, accuracy_level=0)
+
+
+def by_tokens(policy: Policy, accuracy_level: int) -> Attend:
+    """Everything as in decoding; only steps of one token honour ``accuracy_level``."""
+    return _by_steps(policy, 1, accuracy_level)
+
+
+def _by_steps(policy: Policy, rows: int, accuracy_level: int) -> Attend:
+    """Steps of so many tokens; they divide a page."""
+    size = policy.page_size
+    session = layer(formats_of(policy), size, accuracy_level)
 
     def attend_by_kernels(query: Array, keys: Array, values: Array) -> Array:
         cache, output = session.allocate("cache"), np.empty_like(query)
@@ -58,13 +73,16 @@ def by_kernels(policy: Policy) -> Attend:
                 for page in range(newest):
                     cache.convert(page, policy.format(page, newest))
                 cache.allocate_page(policy.format(newest, newest))
-                rows = slice(newest * size, (newest + 1) * size)
-                output[:, rows] = step.run(
-                    table=np.arange(newest + 1),
-                    position=rows.start,
-                    query=query[None, :, rows],
-                    values=np.stack([keys[:, rows], values[:, rows]]),
-                )["output"][0]
+                table = np.arange(newest + 1)
+                for start in range(newest * size, (newest + 1) * size, rows):
+                    new = slice(start, start + rows)
+                    output[:, new] = step.run(
+                        table=table,
+                        position=new.start,
+                        length=new.stop,
+                        query=query[None, :, new],
+                        values=np.stack([keys[:, new], values[:, new]]),
+                    )["output"][0]
         return output
 
     return attend_by_kernels

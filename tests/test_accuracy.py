@@ -96,6 +96,15 @@ def test_decoding_step_by_step_is_what_numpy_sees(policy: policies.Policy) -> No
     np.testing.assert_allclose(stepwise, expected, atol=2e-3)
 
 
+@pytest.mark.kernel
+@pytest.mark.parametrize(("accuracy_level", "limit"), [(0, 2e-3), (4, 3e-2)])
+def test_one_token_a_step_is_what_numpy_sees(accuracy_level: int, limit: float) -> None:
+    query, keys, values = tokens(3, 9), tokens(3, 3, 1), tokens(3, 3, 2)
+    stepwise = paged_layers.by_tokens(TIERS, accuracy_level)(query, keys, values)
+    expected = paged_layers.by_numpy(TIERS, specification=True)(query, keys, values)
+    np.testing.assert_allclose(stepwise, expected, atol=limit * np.abs(expected).max())
+
+
 def test_what_is_seen_does_not_depend_on_later_tokens() -> None:
     """Neither K and V of later pages, nor those behind a query in its own page."""
     query, keys, values = tokens(3, 9), tokens(3, 3, 1), tokens(3, 3, 2)
