@@ -31,15 +31,23 @@ class Spent(NamedTuple):
     later: float
 
 
-def interleaved(variants: Mapping[str, Call], rounds: int, calls: int = 1) -> dict[str, float]:
+def interleaved(
+    variants: Mapping[str, Call],
+    rounds: int,
+    calls: int = 1,
+    before: Mapping[str, Call] | None = None,
+) -> dict[str, float]:
     """Microseconds of a call of each variant: median over ``rounds`` of the mean of ``calls``.
 
     The variants take turns within a round, so that what disturbs the machine disturbs all of them.
-    A first round is thrown away.
+    A first round is thrown away. ``before`` holds by name what runs before a turn and is not timed.
     """
+    before = before or {}
     times: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds + 1):
         for name, call in variants.items():
+            if name in before:
+                before[name]()
             start = time.perf_counter()
             for _ in range(calls):
                 call()
