@@ -15,22 +15,19 @@ from numba import carray, njit
 
 from onnx_inplace.numba_kernels.floats import int64_at
 from onnx_inplace.numba_kernels.invoke import call_kernel
-from onnx_inplace.numba_kernels.memory import FIELD, copy, load_int64, on_demand, store_int64
-from onnx_inplace.numba_kernels.objects import LIST, is_array, let_go, take_back
+from onnx_inplace.numba_kernels.memory import copy, load_int64, on_demand, store_int64
+from onnx_inplace.numba_kernels.objects import (
+    EXPECTED,
+    LIST,
+    Expected,
+    as_expected,
+    data_of,
+    let_go,
+    take_back,
+)
 
 REFUSED, WRITTEN, DONE = 0, 1, 2
 """What a call has done: nothing; keys and values are written; attention is done, too."""
-
-
-class Expected(NamedTuple):
-    """One array of a list, int64."""
-
-    place: int  # in the list
-    data: int  # address of its elements; 0: any
-    dtype: int  # ``id`` of numpy's object
-    ndim: int
-    dims: int  # address of (ndim) int64
-
 
 CACHE, VALUES, POSITIONS = 0, 1, 2  # arrays of a write; the second write has the three that follow
 QUERY, OUTPUT, LENGTHS = 6, 7, 8  # of attention
@@ -59,8 +56,8 @@ class Attention(NamedTuple):
     most: int  # [tokens]: a longer call is left to the caller
 
 
-_EXPECTED, _WRITE = len(Expected._fields), len(Write._fields)
-_WRITES = _ARRAYS * _EXPECTED
+_WRITE = len(Write._fields)
+_WRITES = _ARRAYS * EXPECTED
 _ATTENTION = _WRITES + 2 * _WRITE
 
 
@@ -73,12 +70,6 @@ def table(
 
 
 @njit
-def _expected(at):
-    n = carray(int64_at(at), (_EXPECTED,))
-    return Expected(n[0], n[1], n[2], n[3], n[4])
-
-
-@njit
 def _write(at):
     n = carray(int64_at(at), (_WRITE,))
     return Write(n[0], n[1], n[2], n[3], n[4])
@@ -88,24 +79,6 @@ def _write(at):
 def _attention(at):
     n = carray(int64_at(at), (7,))
     return Attention(n[0], n[1], n[2], n[3], n[4], n[5], n[6])
-
-
-@njit
-def _data(items, table, k):
-    """Where the elements of an array are."""
-    return load_int64(load_int64(items + 8 * _expected(table + 8 * _EXPECTED * k).place) + FIELD)
-
-
-@njit
-def _as_expected(items, table, kind):
-    for k in range(_ARRAYS):
-        x = _expected(table + 8 * _EXPECTED * k)
-        array = load_int64(items + 8 * x.place)
-        if not is_array(array, kind, x.dtype, x.ndim, x.dims):
-            return False
-        if x.data and load_int64(array + FIELD) != x.data:
-            return False
-    return True
 
 
 @njit
@@ -144,26 +117,23 @@ def append_and_attend(slots, table, space):
     Returns:
         ``REFUSED``, ``WRITTEN`` or ``DONE``.
     """
-    items, x, space = (
-        load_int64(slots + LIST),
-        _attention(table + 8 * _ATTENTION),
-        load_int64(space),
-    )
-    if not _as_expected(items, table, x.kind):
+    items, x = load_int64(slots + LIST), _attention(table + 8 * _ATTENTION)
+    space = load_int64(space)
+    if not as_expected(items, table, _ARRAYS, x.kind):
         return REFUSED
     first, second = _write(table + 8 * _WRITES), _write(table + 8 * (_WRITES + _WRITE))
-    positions, others = _data(items, table, POSITIONS), _data(items, table, 3 + POSITIONS)
+    positions, others = data_of(items, table, POSITIONS), data_of(items, table, 3 + POSITIONS)
     if _longest(positions, first.batch, first.capacity - first.length) < 0:
         return REFUSED
     if _longest(others, second.batch, second.capacity - second.length) < 0:
         return REFUSED
-    lengths = _data(items, table, LENGTHS)
+    lengths = data_of(items, table, LENGTHS)
     longest = _longest(lengths, x.batch, x.capacity)
     if longest < 0:
         return REFUSED
-    cache, other = _data(items, table, CACHE), _data(items, table, 3 + CACHE)
-    new, newer = _data(items, table, VALUES), _data(items, table, 3 + VALUES)
-    query, output = _data(items, table, QUERY), _data(items, table, OUTPUT)
+    cache, other = data_of(items, table, CACHE), data_of(items, table, 3 + CACHE)
+    new, newer = data_of(items, table, VALUES), data_of(items, table, 3 + VALUES)
+    query, output = data_of(items, table, QUERY), data_of(items, table, OUTPUT)
     key, value = (cache, other) if x.key == 0 else (other, cache)
     state = let_go()
     _update(first, cache, new, positions)

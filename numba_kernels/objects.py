@@ -8,7 +8,7 @@ the ABI; where they are not what they are documented to be, importing this modul
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -16,7 +16,7 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from onnx_inplace.numba_kernels.floats import int32_at
+from onnx_inplace.numba_kernels.floats import int32_at, int64_at
 from onnx_inplace.numba_kernels.memory import FIELD, address, load_int64
 
 ARRAY = id(np.ndarray)
@@ -50,6 +50,44 @@ def is_array(object_, kind, dtype, ndim, wanted):
     for axis in range(ndim):
         same &= load_int64(dims + 8 * axis) == load_int64(wanted + 8 * axis)
     return same
+
+
+class Expected(NamedTuple):
+    """One array of a list, int64."""
+
+    place: int  # in the list
+    data: int  # address of its elements; 0: any
+    dtype: int  # ``id`` of numpy's object
+    ndim: int
+    dims: int  # address of (ndim) int64
+
+
+EXPECTED = len(Expected._fields)
+
+
+@njit
+def _expected(at):
+    n = carray(int64_at(at), (EXPECTED,))
+    return Expected(n[0], n[1], n[2], n[3], n[4])
+
+
+@njit
+def as_expected(items, table, count, kind):
+    """Whether objects of a list are the arrays that a table expects: ``count`` of ``Expected``."""
+    for k in range(count):
+        x = _expected(table + 8 * EXPECTED * k)
+        array = load_int64(items + 8 * x.place)
+        if not is_array(array, kind, x.dtype, x.ndim, x.dims):
+            return False
+        if x.data and load_int64(array + FIELD) != x.data:
+            return False
+    return True
+
+
+@njit
+def data_of(items, table, k):
+    """Where the elements of the k-th array that a table expects are."""
+    return load_int64(load_int64(items + 8 * _expected(table + 8 * EXPECTED * k).place) + FIELD)
 
 
 @intrinsic

@@ -13,11 +13,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import carray, njit
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
 
 from onnx_inplace.numba_kernels import pages_encode
 from onnx_inplace.numba_kernels.floats import FLOAT32, floats, int32_at, int64_at, uint8_at
-from onnx_inplace.numba_kernels.memory import copy, on_demand
+from onnx_inplace.numba_kernels.memory import copy, kernel, on_demand
 from onnx_inplace.numba_kernels.pages_lanes import SMALL, clean, rotate, rotate_rows, within
 from onnx_inplace.numba_kernels.pages_layout import (
     INTEGER,
@@ -288,11 +290,35 @@ def write_tokens(descriptions, layout, values, addresses, formats, fills, blocks
     return clipped
 
 
-@on_demand("int64(" + ",".join(["int64"] * 9) + ")")
-def write(descriptions, layout, values, addresses, formats, fills, blocks, positions, space):
-    """:func:`write_tokens`, called from outside of kernels."""
+@kernel("int64(" + ",".join(["int64"] * 9) + ")")
+def writer(descriptions, layout, values, addresses, formats, fills, blocks, positions, space):
+    """:func:`write_tokens`, for calls by address: it takes long to compile."""
     return write_tokens(
         descriptions, layout, values, addresses, formats, fills, blocks, positions, space
+    )
+
+
+@intrinsic
+def call_writer(typing_context, function, arguments):
+    """Call :data:`writer`, which is at an address."""
+
+    def generate(context, builder, signature, values):
+        types_ = [ir.IntType(64)] * 9
+        kernel_ = ir.FunctionType(ir.IntType(64), types_).as_pointer()
+        inputs = [builder.extract_value(values[1], k) for k in range(9)]
+        return builder.call(builder.inttoptr(values[0], kernel_), inputs)
+
+    return types.int64(types.int64, arguments), generate
+
+
+@on_demand("int64(" + ",".join(["int64"] * 10) + ")")
+def write(
+    function, descriptions, layout, values, addresses, formats, fills, blocks, positions, space
+):
+    """:func:`write_tokens`, called from outside of kernels; ``function``: address of ``writer``."""
+    return call_writer(
+        function,
+        (descriptions, layout, values, addresses, formats, fills, blocks, positions, space),
     )
 
 

@@ -16,7 +16,11 @@ _TABLES = 16  # bytes in workspace, behind a counter and the number of splits
 
 
 @njit
-def _begin(addresses, formats, descriptions, kernels, blocks, space, splits):
+def prepare(addresses, formats, descriptions, kernels, blocks, space, splits):
+    """Begin workspace: a counter, the number of splits, and ``Tables``, whose address it returns.
+
+    ``blocks``: address of the block table.
+    """
     store_int64(space, 0)
     store_int64(space + 8, splits)
     tables = space + _TABLES
@@ -24,14 +28,14 @@ def _begin(addresses, formats, descriptions, kernels, blocks, space, splits):
     store_int64(tables + 8, formats)
     store_int64(tables + 16, descriptions)
     store_int64(tables + 24, kernels)
-    store_int64(tables + 32, load_int64(blocks))
+    store_int64(tables + 32, blocks)
     return tables
 
 
 @on_demand("int64(" + ",".join(["int64"] * 7) + ")")
 def begin(addresses, formats, descriptions, kernels, blocks, space, splits):
     """Prepare workspace for several threads; the address of ``Tables``. As of :data:`attend`."""
-    return _begin(addresses, formats, descriptions, kernels, blocks, space, splits)
+    return prepare(addresses, formats, descriptions, kernels, load_int64(blocks), space, splits)
 
 
 @on_demand("void(" + ",".join(["int64"] * 12) + ")")
@@ -45,6 +49,6 @@ def attend(
     ``Tables`` and ``layout.Places`` want addresses of. ``space``: address of
     ``pages_attention.workspace_size`` bytes. All else as in ``Tables``.
     """
-    tables = _begin(addresses, formats, descriptions, kernels, blocks, space, splits)
+    tables = prepare(addresses, formats, descriptions, kernels, load_int64(blocks), space, splits)
     query, output, lengths = load_int64(query), load_int64(output), load_int64(lengths)
     call_kernel(function, (layout, query, tables, 0, output, lengths, 0, 0, space, 0, 1))

@@ -128,6 +128,7 @@ class Engine:
                     self._sub_sessions[id(step)] = standard.SubSessionRunner(
                         step, self.plan, self._library
                     )
+        layers.ready(block)
 
     def _load(self) -> None:
         """Load the sub-sessions that most runs take.

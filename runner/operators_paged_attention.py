@@ -22,7 +22,15 @@ from onnx_inplace.numba_kernels.memory import FIELD, address, pointer
 from onnx_inplace.numba_kernels.pages_kernels import Accuracy
 from onnx_inplace.runner import team, threads, workspace
 from onnx_inplace.runner.actions import Action, Array, Settings, Slots, result, reusable
-from onnx_inplace.runner.attend import KINDS, PARALLEL, SHORTEST_SPLIT, Calls, Known, known_dim
+from onnx_inplace.runner.attend import (
+    KINDS,
+    PARALLEL,
+    SHORTEST_SPLIT,
+    Alone,
+    Calls,
+    Known,
+    known_dim,
+)
 from onnx_inplace.runner.page_codec import Codec
 from onnx_inplace.runner.page_pieces import check_readable, ends_of, reading
 from onnx_inplace.runner.page_store import PageStore
@@ -66,10 +74,8 @@ def paged_attention(step: steps.Kernel, settings: Settings) -> Action:
     if options.left < -1:
         reason = f"left_window_size={options.left}"
         raise errors.UnsupportedOperator(step.domain, step.op_type, reason)
-    reuse, calls = reusable(step, output), Calls[_Call]()
-    query_value, cache_value = step.values.get(query_slot), step.values.get(cache_slot)
-    pages = None if cache_value is None else cache_value.pages
-    fast = compile_known(query_value, pages, options.accuracy, portable=settings.portable)
+    reuse, calls = reusable(step, output), Calls[Call]()
+    fast = compile_step(step, settings)
     pages_call.attend.ready()
     pages_call.begin.ready()
     team.ready(settings.threads)
@@ -89,7 +95,7 @@ def paged_attention(step: steps.Kernel, settings: Settings) -> Action:
         key = query.shape, query.dtype, places.shape, store.codec.key
         call = calls.get(key)
         if call is None:
-            call = calls.put(key, _Call(store, query, places, options, settings.threads, fast))
+            call = calls.put(key, Call(store, query, places, options, settings.threads, fast))
         target = result(slots, output, reuse, query.shape, query.dtype)
         call(store, query, places, lengths, longest, target)
 
@@ -101,6 +107,13 @@ def _present(step: steps.Kernel) -> list[int]:
     if len(found) != 4:
         raise errors.UnsupportedOperator(step.domain, step.op_type, "4 inputs are needed")
     return found
+
+
+def compile_step(step: steps.Kernel, settings: Settings) -> bool:
+    """Compile the kernels of a step, see :func:`compile_known`."""
+    query, cache = (None if slot is None else step.values.get(slot) for slot in step.inputs[:2])
+    pages, accuracy = None if cache is None else cache.pages, Options.of(step.attributes).accuracy
+    return compile_known(query, pages, accuracy, portable=settings.portable)
 
 
 def compile_known(
@@ -152,7 +165,7 @@ def layout_of(
     )  # fmt: skip
 
 
-class _Call:
+class Call:
     """A prepared call for one tuple of shapes and one list of formats. Threads share it."""
 
     def __init__(
@@ -210,6 +223,17 @@ class _Call:
         self._team(arguments, workers)
         self._policy.parallel_took(work, time.perf_counter() - start)
 
+    @property
+    def alone(self) -> Alone:
+        """What a call on one thread is; its Layout is a PagesLayout."""
+        attend, layout, _ = self._addresses
+        return Alone(attend, layout, self._alone, self._long)
+
+    @property
+    def page_kernels(self) -> int:
+        """Address of ``Tables.kernels``."""
+        return self._addresses[2]
+
     def _team(self, arguments: tuple[int, ...], workers: int) -> None:
         """What ``pages_call.attend`` does, on several threads."""
         attend, layout, *tables, query, blocks, lengths, target, space, splits = arguments
@@ -231,4 +255,4 @@ class _Call:
         )  # fmt: skip
 
 
-_NEVER = 2**63
+_NEVER = 2**63 - 1

@@ -26,6 +26,7 @@ def paged_cache_update(step: steps.Kernel, settings: Settings) -> Action:
     (output,) = _outputs(step)
     wanted: str | None = step.attributes.get("quantized_type")
     pages.write.ready()
+    pages.writer.ready()
     calls: Calls[_Tokens] = Calls()
 
     def act(slots: Slots) -> None:
@@ -66,10 +67,11 @@ def _tokens(store: PageStore, ids: Array, values: Array) -> _Tokens:
     batch = check_values(store, ids, values)
     if values.strides[-1] != values.itemsize:
         return _Tokens(batch, bool(values.size), None)
-    return _Tokens(batch, bool(values.size), _layout(ids, values))
+    return _Tokens(batch, bool(values.size), layout_of(ids, values))
 
 
-def _layout(ids: Array, values: Array) -> Array:
+def layout_of(ids: Array, values: Array) -> Array:
+    """What kernels are told of new tokens, for pages of these ids."""
     blocks = ids.shape[-1] if ids.ndim else 1
     return tokens_layout(values if ids.ndim == 2 else values[:, None], blocks)
 
@@ -83,7 +85,7 @@ def _write(store: PageStore, ids: Array, values: Array, positions: Array, tokens
     layout = tokens.layout
     if layout is None:
         values = np.ascontiguousarray(values)
-        layout = _layout(ids, values)
+        layout = layout_of(ids, values)
     store.write(store.table.rows_of(ids, tokens.batch), values, positions, layout)
 
 

@@ -31,6 +31,7 @@ class Codec:
         page_bytes: of a page, by format.
         descriptions: (formats, words) int64, what kernels are told of each format.
         descriptions_at: their address.
+        space: bytes of workspace that reading and writing take.
     """
 
     def __init__(self, dims: Sequence[int], allowed: Iterable[PageFormat]):
@@ -54,8 +55,8 @@ class Codec:
                 self._try(format)
         if not self.formats:
             formats.FLOAT32.layout(self.dims)  # says what is wrong with the dimensions
-        self._space = pages.workspace_size(*self.dims[2:])
-        self._write = pages.write.ready()
+        self.space = pages.workspace_size(*self.dims[2:])
+        self._write, self._writer = pages.write.ready(), pages.writer.ready().address
 
     def _add(self, format: PageFormat) -> int:
         if format.name in self._index:
@@ -135,6 +136,7 @@ class Codec:
             How many numbers did not fit the format of their page, and were clipped.
         """
         clipped: int = self._write(
+            self._writer,
             self.descriptions_at,
             address(layout),
             address(values),
@@ -157,7 +159,7 @@ class Codec:
 
     def _workspace(self) -> int:
         """Address of memory for the kernels of this thread, aligned to a cache line."""
-        return address(workspace.of_thread(self._space))
+        return address(workspace.of_thread(self.space))
 
 
 def tokens_layout(values: Array, blocks: int) -> Array:

@@ -83,6 +83,7 @@ class Table:
         )  # fmt: skip
         positions = np.broadcast_to(np.asarray(position, np.int64), (values.shape[1],)).copy()
         return pages.write.ready()(
+            pages.writer.ready().address,
             address(self.descriptions), address(layout), address(values), address(self.addresses),
             address(self.format), address(self.fill), address(blocks), address(positions),
             address(self._space),

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import driven
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,8 +16,7 @@ from hypothesis import strategies as st
 
 from onnx_inplace import Session, errors
 from onnx_inplace.dsl import BFLOAT16, FLOAT, FLOAT16, INT64, Alias, Mutable, kv, model, op
-from onnx_inplace.numba_kernels import append_attend
-from onnx_inplace.runner import journal
+from onnx_inplace.numba_kernels import append_attend, memory
 from onnx_inplace.runner.profile import profile
 
 HEADS, KV_HEADS, SIZE, CAPACITY = 6, 2, 16, 40
@@ -83,20 +83,11 @@ def feeds_of(
 
 
 @pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def answers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What the compiled call said, each time."""
     found: list[int] = []
-    real = append_attend.append_and_attend.ready()
-
-    class Recording:
-        def ready(self) -> Any:
-            def call(*arguments: int) -> int:
-                found.append(real(*arguments))
-                return found[-1]
-
-            return call
-
-    monkeypatch.setattr(append_attend, "append_and_attend", Recording())
+    kernel = driven.recording(append_attend.append_and_attend, found)
+    monkeypatch.setattr(append_attend, "append_and_attend", kernel)
     return found
 
 
@@ -237,60 +228,33 @@ def test_bindings_run_in_two_threads(answers) -> None:
 # -- what is left to the steps
 
 
-class Driven:
-    """Runs of one layer without the checks before them: what its steps themselves say."""
-
-    def __init__(self, session: Session, caches: list[np.ndarray], single: bool) -> None:
-        self._session, self._binding = session, session.bind(keys=caches[0], values=caches[1])
-        self._execution = self._binding._execution
-        if single:
-            self._execution.observe(lambda step, action: action)
-
-    def __call__(self, feeds: dict[str, np.ndarray], like: dict[str, np.ndarray]) -> Any:
-        """The frame of inputs ``like`` these, with other inputs: what it gave, or what it raised.
-
-        And the journal.
-        """
-        ports = self._session.feeds
-        run = self._execution.run(tuple(like[port.name].shape for _, port in ports))
-        slots = [*run.slots(), []]
-        for slot, port in ports:
-            slots[slot] = feeds[port.name]
-        error = None
-        try:
-            run(slots)
-        except errors.InplaceError as raised:
-            error = raised
-        written = [dataclasses.astuple(w)[:4] for w in journal.read(slots)]
-        if error is not None:
-            return type(error), vars(error), str(error), written
-        return slots[self._session.results[0][1]].tobytes(), written
-
-    def close(self) -> None:
-        self._binding.close()
-
-
 @pytest.fixture(scope="module", params=[False, True], ids=["one position", "positions"])
 def both(request) -> Iterator[Any]:
-    """The same layer, joined and one by one, and their caches."""
-    session, caches, driven = Session(layer(rows=request.param), fuse="off"), [], []
+    """The same layer, joined and one by one, and their caches; what the compiled call said."""
+    session, caches, runs = Session(layer(rows=request.param), fuse="off"), [], []
+    found: list[int] = []
     for single in (False, True):
         pair = [random(np.random.default_rng(0), 2, KV_HEADS, CAPACITY, SIZE) for _ in "kv"]
         caches.append(pair)
-        driven.append(Driven(session, pair, single))
-    yield request.param, driven, caches
-    for one in driven:
+        storage = dict(zip(("keys", "values"), pair, strict=True))
+        runs.append(driven.Driven(session, storage, single))
+    with pytest.MonkeyPatch.context() as patch:
+        kernel = driven.recording(append_attend.append_and_attend, found)
+        patch.setattr(append_attend, "append_and_attend", kernel)
+        yield request.param, runs, caches, found
+    for one in runs:
         one.close()
 
 
 def agree(both: Any, change: dict[str, np.ndarray], at: int = 3) -> None:
     """Inputs that are changed after some right ones do the same, joined and one by one."""
-    rows, driven, caches = both
+    rows, runs, caches, found = both
     feeds = feeds_of(2, 1, rows=rows, at=at)
     for _ in range(4):
-        right = [run(feeds, feeds) for run in driven]
+        right = [run(feeds, feeds) for run in runs]
         assert right[0] == right[1]
-    results = [run(feeds | change, feeds) for run in driven]
+    assert found[-1] == append_attend.DONE
+    results = [run(feeds | change, feeds) for run in runs]
     assert results[0] == results[1]
     for one, other in zip(*caches, strict=True):
         assert one.tobytes() == other.tobytes()
@@ -477,6 +441,16 @@ def test_a_later_failure_tells_what_was_written(answers) -> None:
         ("values", "CacheUpdate", 4, 2),
     ]
     assert answers[-1] == append_attend.DONE
+
+
+def test_nothing_is_compiled_in_a_run() -> None:
+    keys, values = (np.zeros((1, KV_HEADS, CAPACITY, SIZE), np.float32) for _ in "kv")
+    with Session(layer(), fuse="off").bind(keys=keys, values=values) as step:
+        before = [kernel.name for kernel in memory.made()]
+        assert "append_attend.append_and_attend" in before
+        for at in range(5):
+            step.run(**feeds_of(1, 1, at=at))
+        assert [kernel.name for kernel in memory.made()] == before
 
 
 def test_a_profile_shows_the_steps() -> None:

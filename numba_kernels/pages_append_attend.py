@@ -1,0 +1,202 @@
+"""Like ``append_attend``, for pages: judges arrays and pages, quantizes tokens, attends over them.
+
+A page id is the place of its page in the tables. Every page that is touched is looked at: that it
+is there, that nobody else counts on it where it is written, and that it has the tokens that are
+read. Whatever is not so is left to the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import carray, njit
+
+from onnx_inplace.numba_kernels import pages_call
+from onnx_inplace.numba_kernels.append_attend import DONE, REFUSED, WRITTEN
+from onnx_inplace.numba_kernels.floats import int32_at, int64_at
+from onnx_inplace.numba_kernels.invoke import call_kernel
+from onnx_inplace.numba_kernels.memory import load_int64, on_demand
+from onnx_inplace.numba_kernels.objects import (
+    EXPECTED,
+    LIST,
+    Expected,
+    as_expected,
+    data_of,
+    let_go,
+    take_back,
+)
+from onnx_inplace.numba_kernels.pages import call_writer
+
+IDS, VALUES, POSITIONS, QUERY, OUTPUT, LENGTHS = range(6)
+_ARRAYS = 6
+CLIPPED = 4
+"""A result is what has been done, and this times the numbers that were clipped."""
+_FEW = 64  # pages that one call writes: more would be compared with each other for too long
+
+
+class Where(NamedTuple):
+    """Where the pages of a cache are, int64: see ``pages.write_tokens``."""
+
+    addresses: int
+    formats: int
+    fills: int
+    owners: int  # (pages) int32
+    pages: int  # of these four arrays
+    descriptions: int
+
+
+class Layer(NamedTuple):
+    """What a call does, int64."""
+
+    kind: int  # ``objects.ARRAY``
+    batch: int  # sequences: positions, lengths
+    blocks: int  # [pages] of each
+    page_size: int  # [tokens]
+    tokens: int  # that are written
+    reach: int  # tokens before a length that attention reads; -1: all
+    most: int  # [tokens]: attention over a longer sequence is left to the caller
+    writer: int  # address of ``pages.writer``
+    values: int  # address of ``pages.Values``
+    kernel: int  # address of ``pages_attention.attend``
+    layout: int  # address of its PagesLayout
+    kernels: int  # see ``pages_attention.Tables``
+
+
+_WHERE = _ARRAYS * EXPECTED
+_LAYER = _WHERE + len(Where._fields)
+
+
+def table(
+    arrays: Sequence[Expected], where: Where, layer: Layer
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """``table`` of :data:`append_and_attend`: six arrays."""
+    rows: list[tuple[int, ...]] = [*arrays, where, layer]
+    return np.array([number for row in rows for number in row], np.int64)
+
+
+@njit
+def _where(at):
+    n = carray(int64_at(at), (6,))
+    return Where(n[0], n[1], n[2], n[3], n[4], n[5])
+
+
+@njit
+def _layer(at):
+    n = carray(int64_at(at), (12,))
+    return Layer(n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10], n[11])
+
+
+@njit
+def _there(at, page):
+    """Whether there is such a page."""
+    return 0 <= page < at.pages and load_int64(at.addresses + 8 * page) != 0
+
+
+@njit
+def _written(x, at, ids, positions):
+    """Whether all tokens can be written: their pages are there, are different ones, and unshared.
+
+    The page before an empty one may give it offsets: it is one of the table, or negative.
+    """
+    capacity, count = x.blocks * x.page_size, 0
+    if x.tokens < 1:
+        return False
+    for b in range(x.batch):
+        position = load_int64(positions + 8 * b)
+        if position < 0 or position > capacity - x.tokens:
+            return False
+        row = ids + 8 * b * x.blocks
+        first, last = position // x.page_size, (position + x.tokens - 1) // x.page_size
+        if first > 0 and load_int64(row + 8 * (first - 1)) >= at.pages:
+            return False
+        count += last - first + 1
+        if count > _FEW:
+            return False
+        for block in range(first, last + 1):
+            page = load_int64(row + 8 * block)
+            if not _there(at, page) or carray(int32_at(at.owners + 4 * page), (1,))[0] > 1:
+                return False
+            if not _first(x, ids, positions, b, block, page):
+                return False
+    return True
+
+
+@njit
+def _first(x, ids, positions, b, block, page):
+    """Whether no block that is written before one holds the same page."""
+    for other in range(b + 1):
+        position = load_int64(positions + 8 * other)
+        last = (position + x.tokens - 1) // x.page_size
+        end = block if other == b else last + 1
+        for k in range(position // x.page_size, end):
+            if load_int64(ids + 8 * (other * x.blocks + k)) == page:
+                return False
+    return True
+
+
+@njit
+def _longest(x, at, ids, positions, lengths):
+    """The longest of the sequences; -1: one has pages that lack tokens which are read."""
+    longest = 0
+    for b in range(x.batch):
+        length, position = load_int64(lengths + 8 * b), load_int64(positions + 8 * b)
+        if length < 0 or length > x.blocks * x.page_size:
+            return -1
+        low = 0 if x.reach < 0 else max(0, length - x.reach)
+        for block in range(low // x.page_size, (length + x.page_size - 1) // x.page_size):
+            page, begin = load_int64(ids + 8 * (b * x.blocks + block)), block * x.page_size
+            if not _there(at, page):
+                return -1
+            fill = carray(int32_at(at.fills + 4 * page), (1,))[0]
+            end = min(position + x.tokens - begin, x.page_size)
+            if position < begin + x.page_size:
+                fill = max(fill, end)
+            if fill < min(length - begin, x.page_size):
+                return -1
+        longest = max(longest, length)
+    return longest
+
+
+# With the GIL, but for pages and the kernel: nobody changes or frees an array while it is judged.
+@on_demand("int64(int64,int64,int64)", nogil=False)
+def append_and_attend(slots, table, space):
+    """Write tokens into their pages, then attend; only if all is as expected.
+
+    Args:
+        slots: ``id`` of a list, whose items nobody changes meanwhile.
+        table: address of what is expected, see :func:`table`.
+        space: ``id(...) + FIELD`` of workspace of writing and of attention.
+
+    Danger: places are in the list, Values and PagesLayout belong to the shapes that are expected,
+        and ``Where`` to tables that nobody changes meanwhile.
+
+    Returns:
+        ``REFUSED``, ``WRITTEN`` or ``DONE``; and ``CLIPPED`` times the numbers that were clipped.
+    """
+    items, x = load_int64(slots + LIST), _layer(table + 8 * _LAYER)
+    at, space = _where(table + 8 * _WHERE), load_int64(space)
+    if not as_expected(items, table, _ARRAYS, x.kind):
+        return REFUSED
+    ids, positions = data_of(items, table, IDS), data_of(items, table, POSITIONS)
+    lengths = data_of(items, table, LENGTHS)
+    if not _written(x, at, ids, positions):
+        return REFUSED
+    longest = _longest(x, at, ids, positions, lengths)
+    if longest < 0:
+        return REFUSED
+    values = data_of(items, table, VALUES)
+    query, output = data_of(items, table, QUERY), data_of(items, table, OUTPUT)
+    state = let_go()
+    tables = at.descriptions, x.values, values, at.addresses, at.formats, at.fills
+    clipped = call_writer(x.writer, (*tables, ids, positions, space))
+    done = WRITTEN
+    if longest <= x.most:
+        begun = pages_call.prepare(
+            at.addresses, at.formats, at.descriptions, x.kernels, ids, space, 1
+        )
+        call_kernel(x.kernel, (x.layout, query, begun, 0, output, lengths, 0, 0, space, 0, 1))
+        done = DONE
+    take_back(state)
+    return clipped * CLIPPED + done

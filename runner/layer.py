@@ -1,0 +1,104 @@
+"""What a layer is, whose steps can be one action, and a compiled call that does what they do.
+
+Attributes:
+    INT64: type of positions, lengths and page ids.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from onnx_inplace.compiler import steps
+from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.numba_kernels.objects import Expected
+from onnx_inplace.runner.actions import Array, DType, Settings, Slots
+
+INT64 = np.dtype(np.int64)
+
+
+class Layer(abc.ABC):
+    """Updates of one or two caches, and attention over what they have written.
+
+    Attributes:
+        updates: in order of the plan.
+        attention: that follows.
+    """
+
+    updates: tuple[steps.Kernel, ...]
+    attention: steps.Kernel
+
+    @abc.abstractmethod
+    def ready(self) -> Callable[[int, int, int], int]:
+        """Compile the call: ``append_and_attend`` of ``append_attend`` or of its like for pages."""
+
+    @abc.abstractmethod
+    def serves(self, roots: Mapping[str, Any]) -> bool:
+        """Whether there are calls for the caller's storage, which is given by name."""
+
+    @abc.abstractmethod
+    def prepare(
+        self, slots: Slots, roots: Mapping[str, Any], settings: Settings
+    ) -> Prepared | None:
+        """A call for values like those in slots, which the steps have taken; None: there is none.
+
+        ``roots``: storage that it serves. ``settings``: of the session.
+        """
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prepared(abc.ABC):
+    """What a compiled call takes.
+
+    Attributes:
+        table: of what is expected.
+        at: its address.
+        space: bytes of workspace.
+        shape: of the output.
+        dtype: likewise.
+        kept: what the table has addresses of.
+    """
+
+    table: Array
+    at: int
+    space: int
+    shape: tuple[int, ...]
+    dtype: DType
+    kept: tuple[object, ...]
+
+    @abc.abstractmethod
+    def fits(self, slots: Slots) -> bool:
+        """Whether it can be called, as far as the call does not find out."""
+
+    @abc.abstractmethod
+    def note(self, slots: Slots, done: int) -> None:
+        """Note in the journal what updates have written; ``done`` is what the call has said."""
+
+
+def expect(
+    slots: Slots, places: Sequence[int], storage: Mapping[int, Array]
+) -> tuple[list[Expected], tuple[object, ...]] | None:
+    """What to expect of the arrays in some places of slots: what they are now.
+
+    Args:
+        slots: of a run.
+        places: in it.
+        storage: the caller's, by index of the place.
+
+    Returns:
+        This, and what it has addresses of; None: one of them is no array, or is in pieces.
+    """
+    arrays = [slots[place] for place in places]
+    if any(type(array) is not np.ndarray or not array.flags.c_contiguous for array in arrays):
+        return None
+    dims = [np.array(array.shape, np.int64) for array in arrays]
+    at = {k: address(array) for k, array in storage.items()}
+    expected = [
+        Expected(place, at.get(k, 0), id(array.dtype), array.ndim, address(dims[k]))
+        for k, (place, array) in enumerate(zip(places, arrays, strict=True))
+    ]
+    return expected, (dims, [array.dtype for array in arrays])

@@ -1,0 +1,151 @@
+"""Layers over pages: PagedCacheUpdate, and PagedAttention over what it has written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeGuard
+
+from onnx_inplace.compiler import steps
+from onnx_inplace.numba_kernels import objects, pages, pages_append_attend
+from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.numba_kernels.pages_append_attend import (
+    CLIPPED,
+    IDS,
+    LENGTHS,
+    OUTPUT,
+    POSITIONS,
+    QUERY,
+    VALUES,
+    Layer,
+    Where,
+)
+from onnx_inplace.runner import journal, layer, operators_paged_attention, operators_pages
+from onnx_inplace.runner.actions import Settings, Slots
+from onnx_inplace.runner.layer import INT64
+from onnx_inplace.runner.operators_paged_attention import Call, Options
+from onnx_inplace.runner.pages import PagedCache
+
+
+def find(block: Sequence[steps.Step], index: int) -> layer.Layer | None:
+    """The layer that begins with a step, if there is one."""
+    if index + 2 > len(block):
+        return None
+    update, attention = block[index : index + 2]
+    if not (_is(update, "PagedCacheUpdate") and _is(attention, "PagedAttention")):
+        return None
+    query, cache, table, lengths = attention.inputs[:4]
+    written = update.outputs[0]
+    if (cache, table) != (written, update.inputs[1]) or written in (query, lengths, *update.inputs):
+        return None
+    return _Layer((update,), attention)
+
+
+def _is(step: steps.Step, op_type: str) -> TypeGuard[steps.Kernel]:
+    """Whether a step is this operator of pages, with all inputs."""
+    return (
+        isinstance(step, steps.Kernel)
+        and (step.domain, step.op_type) == ("onnx_inplace", op_type)
+        and None not in step.inputs[:4]
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer(layer.Layer):
+    """See ``layer.Layer``."""
+
+    updates: tuple[steps.Kernel]
+    attention: steps.Kernel
+
+    def ready(self) -> Callable[[int, int, int], int]:
+        """Compile the call."""
+        run: Callable[[int, int, int], int] = pages_append_attend.append_and_attend.ready()
+        return run
+
+    def serves(self, roots: Mapping[str, Any]) -> bool:
+        """Whether the cache is there, and page ids are places in its table."""
+        cache = roots.get(self.updates[0].roots[0])
+        return isinstance(cache, PagedCache) and not cache.sparse_ids
+
+    def prepare(
+        self, slots: Slots, roots: Mapping[str, Any], settings: Settings
+    ) -> layer.Prepared | None:
+        """A call for arrays like those in slots, and pages of the same formats."""
+        (update,), attention = self.updates, self.attention
+        cache: PagedCache = roots[update.roots[0]]
+        store = cache.store
+        query, output, lengths = attention.inputs[0], attention.outputs[0], attention.inputs[3]
+        wanted = *update.inputs[1:4], query, output, lengths
+        places = [slot for slot in wanted if slot is not None]
+        found = layer.expect(slots, places, {})
+        arrays = [slots[place] for place in places]
+        if found is None:
+            return None
+        ids, values = arrays[IDS], arrays[VALUES]
+        if any(arrays[k].dtype != INT64 for k in (IDS, POSITIONS, LENGTHS)):
+            return None
+        ids, values, query = arrays[IDS], arrays[VALUES], arrays[QUERY]
+        tables = ids.reshape(ids.shape[0] if ids.ndim == 2 else 1, ids.shape[-1] if ids.ndim else 1)
+        batch, blocks = tables.shape
+        if {arrays[POSITIONS].size, arrays[LENGTHS].size} != {batch} or not values.size:
+            return None
+        options = Options.of(attention.attributes)
+        fast = operators_paged_attention.compile_step(attention, settings)
+        call = Call(store, query, tables, options, settings.threads, fast)
+        new = operators_pages.layout_of(ids, values)
+        (expected, kept), alone = found, call.alone
+        tokens, reach = values.shape[-2], -1 if options.left < 0 else query.shape[2] + options.left
+        sizes = batch, blocks, store.page_size, tokens, reach, alone.most
+        writer = pages.writer.ready().address
+        calls = writer, address(new), alone.kernel, alone.layout, call.page_kernels
+        table, places_of = store.table, store.table.places
+        where = Where(
+            *places_of, address(table.owners), len(table.owners), store.codec.descriptions_at
+        )
+        numbers = pages_append_attend.table(expected, where, Layer(objects.ARRAY, *sizes, *calls))
+        return _Prepared(
+            table=numbers,
+            at=address(numbers),
+            space=max(alone.space, store.codec.space),
+            shape=arrays[OUTPUT].shape,
+            dtype=arrays[OUTPUT].dtype,
+            kept=(call, new, kept),
+            storage=cache,
+            slot=update.inputs[0] or 0,
+            entry=(update, None, None),
+            places=places_of,
+            formats=store.codec.key,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Prepared(layer.Prepared):
+    """See ``layer.Prepared``.
+
+    Attributes:
+        storage: that the update writes.
+        slot: where it is.
+        entry: of the journal.
+        places: of its page table.
+        formats: key of its codec.
+    """
+
+    storage: PagedCache
+    slot: int
+    entry: journal.Entry
+    places: tuple[int, int, int]
+    formats: int
+
+    def fits(self, slots: Slots) -> bool:
+        """Whether page tables are where they were, and formats what they were."""
+        store = self.storage.store
+        return (
+            store.table.places is self.places  # a new tuple whenever the arrays are new
+            and store.codec.key == self.formats
+            and slots[self.slot] is self.storage
+        )
+
+    def note(self, slots: Slots, done: int) -> None:
+        """Pages are anywhere; clipped numbers are counted."""
+        self.storage.store.clipped += done // CLIPPED
+        slots[journal.JOURNAL].append(self.entry)
