@@ -107,7 +107,8 @@ def _enter(state):
 
 
 @njit
-def _work(job, worker, workers):
+def work(job, worker, workers):
+    """Run the kernel at an address, whose arguments up to the workspace follow, as ``worker``."""
     places = (
         load_int64(job + 8), load_int64(job + 16), load_int64(job + 24), load_int64(job + 32),
         load_int64(job + 40), load_int64(job + 48), load_int64(job + 56), load_int64(job + 64),
@@ -127,7 +128,7 @@ def assist(team):
         if worker > 0:
             if _core() == load_int64(team + 8 * Words.CORE):
                 store_int64(team + 8 * Words.CROWDED, 1)
-            _work(job, worker, workers)
+            work(job, worker, workers)
             fetch_add(state, -1)
 
 
@@ -170,10 +171,10 @@ def lead(
     fetch_add(state, workers << _WORKERS)
     for _ in range(workers - 1):
         _call_c(load_int64(team + 8 * Words.POST), team + 8 * Words.SEMAPHORE)
-    _work(job, 0, workers)
+    work(job, 0, workers)
     entered = fetch_add(state, -(workers << _WORKERS)) >> _ENTERED & _COUNT
     for worker in range(entered + 1, workers):
-        _work(job, worker, workers)
+        work(job, worker, workers)
     _wait_for_helpers(state)
     fetch_add(state, -(entered << _ENTERED))
     if then != 0:

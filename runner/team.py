@@ -1,7 +1,8 @@
 """The helpers of kernels: threads of this process that sleep until a kernel can use them.
 
 They are not those of numba, all of which have to come before a region ends, late or not; see
-``numba_kernels.team``. Where the system lacks what they need, numba's take their place.
+``numba_kernels.team``. Where the system lacks what they need, numba's take their place. While a
+library calls us back, its own threads do: they are awake, and others would want their cores.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import os
 import sys
 import threading
 
-from onnx_inplace.numba_kernels import invoke, team
+import numpy as np
+
+from onnx_inplace.numba_kernels import foreign, invoke, team
+from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.numba_kernels.team import Words
 from onnx_inplace.runner import threads
 
@@ -21,6 +25,7 @@ _LINE = 64  # bytes that one core at a time may write
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
 _lock = threading.Lock()
+_local = threading.local()  # ``borrowed``: of a run on this thread
 _helpers: list[threading.Thread] = []
 
 
@@ -74,6 +79,35 @@ def ready(workers: int) -> None:
             _helpers.append(helper)
 
 
+class Borrowed:
+    """Threads of a library that calls us back, for the time of ``with``, on the calling thread.
+
+    Attributes:
+        context: of the call that is in progress.
+    """
+
+    def __init__(self, functions: int) -> None:
+        """Compile what the threads run. ``functions``: address of a ``foreign.Functions``."""
+        self.context, self._functions = 0, functions
+        self._loop, self._part = foreign.loop.ready(), foreign.part.ready().address
+
+    def __enter__(self) -> None:
+        """Use them."""
+        _local.borrowed = self
+
+    def __exit__(self, *_: object) -> None:
+        """Use our own again."""
+        _local.borrowed = None
+
+    def run(self, kernel: int, places: tuple[int, ...], workers: int, then: int) -> None:
+        """See :func:`run`."""
+        job = np.array((kernel, *places, workers), np.int64)
+        if self._loop(self._functions, self.context, self._part, address(job)):
+            raise RuntimeError("the library did not run a kernel on its threads")
+        if then:
+            invoke.invoke.ready()(then, *places, workers)
+
+
 def run(kernel: int, places: tuple[int, ...], workers: int, then: int = 0) -> None:
     """Run a kernel as each of several workers, on this thread and on helpers that come.
 
@@ -86,6 +120,10 @@ def run(kernel: int, places: tuple[int, ...], workers: int, then: int = 0) -> No
         workers: more than one.
         then: address of the kernel that joins what workers have left; 0: there is none.
     """
+    borrowed: Borrowed | None = getattr(_local, "borrowed", None)
+    if borrowed is not None:
+        borrowed.run(kernel, places, workers, then)
+        return
     if not _possible():
         with threads.region(workers):
             invoke.invoke_parallel.ready()(kernel, *places, workers)

@@ -1,0 +1,119 @@
+"""What a kernel needs of a library that calls it: the memory of its tensors, and its threads.
+
+The library offers C functions; each returns 0, or the address of something that says why not.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from onnx_inplace.numba_kernels.memory import kernel, load_int64, on_demand, store_int64
+from onnx_inplace.numba_kernels.team import work
+
+_INT = ir.IntType(64)
+
+
+class Functions(enum.IntEnum):
+    """Places of a table of addresses of C functions, in int64."""
+
+    INPUT = 0
+    """(context, number, place): writes a tensor that goes in to ``place``."""
+    OUTPUT = 1
+    """(context, number, sizes, rank, place): makes a tensor that comes out, writes it likewise."""
+    DATA = 2
+    """(tensor, place): writes the address of its elements to ``place``."""
+    LOOP = 3
+    """(context, function, total, batches, argument): ``function(argument, 0 .. total - 1)``."""
+    END = 4
+
+
+class Job(enum.IntEnum):
+    """Places of a kernel that several threads run, in int64; see ``invoke.invoke``."""
+
+    FUNCTION = 0
+    """Its address; the arguments up to the workspace follow."""
+    WORKERS = 10
+    END = 11
+
+
+def _caller(count):
+    """An intrinsic ``call(function, arguments)`` of a C function with ``count`` integers."""
+
+    @intrinsic
+    def call(typing_context, function, arguments):
+        def generate(context, builder, signature, values):
+            pointer = ir.FunctionType(_INT, [_INT] * count).as_pointer()
+            inputs = [builder.extract_value(values[1], k) for k in range(count)]
+            return builder.call(builder.inttoptr(values[0], pointer), inputs)
+
+        return types.int64(types.int64, arguments), generate
+
+    return call
+
+
+call_2, call_3, call_5 = (_caller(count) for count in (2, 3, 5))
+
+
+@on_demand("int64(int64,int64,int64,int64)")
+def collect(functions, context, count, places):
+    """Write the addresses of the elements of ``count`` tensors that go in, int64, to ``places``.
+
+    Returns:
+        What the library says if it has no such tensor, else 0.
+    """
+    for number in range(count):
+        place = places + 8 * number
+        status = call_3(load_int64(functions + 8 * Functions.INPUT), (context, number, place))
+        if status == 0:
+            data = load_int64(functions + 8 * Functions.DATA)
+            status = call_2(data, (load_int64(place), place))
+        if status != 0:
+            return status
+    return 0
+
+
+@on_demand("int64(int64,int64,int64,int64,int64,int64)")
+def provide(functions, context, count, shapes, places, token):
+    """Make ``count`` tensors that come out, and write the addresses of their elements.
+
+    Args:
+        functions: address of a table, see ``Functions``.
+        context: of the call.
+        count: of tensors. The first one is int64[1], and gets ``token``.
+        shapes: address of the rank and the sizes of each tensor, int64, one behind the other.
+        places: where addresses are written, int64.
+        token: what the library hands on to the next call.
+
+    Returns:
+        What the library says if it cannot make one, else 0.
+    """
+    for number in range(count):
+        place, rank = places + 8 * number, load_int64(shapes)
+        output = load_int64(functions + 8 * Functions.OUTPUT)
+        status = call_5(output, (context, number, shapes + 8, rank, place))
+        if status == 0:
+            data = load_int64(functions + 8 * Functions.DATA)
+            status = call_2(data, (load_int64(place), place))
+        if status != 0:
+            return status
+        shapes += 8 * (rank + 1)
+    store_int64(load_int64(places), token)
+    return 0
+
+
+@kernel("void(int64,int64)")
+def part(job, worker):
+    """Run the kernel of a ``Job`` as one of its workers."""
+    work(job, worker, load_int64(job + 8 * Job.WORKERS))
+
+
+@on_demand("int64(int64,int64,int64,int64)")
+def loop(functions, context, function, job):
+    """Run a ``Job`` on threads of the library; ``function`` is the address of :func:`part`."""
+    workers = load_int64(job + 8 * Job.WORKERS)
+    run = load_int64(functions + 8 * Functions.LOOP)
+    return call_5(run, (context, function, workers, workers, job))
