@@ -35,6 +35,7 @@ from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner import (
     control,
     huge_pages,
+    joined,
     layers,
     library,
     library_check,
@@ -78,9 +79,11 @@ class Engine:
         self._kernels: dict[int, Action] = {}
         self._sub_sessions: dict[int, standard.SubSessionRunner] = {}
         self._library = library.Library(settings.threads)  # holds the weights: onnxruntime does not
+        self._joined: joined.JoinedRunner | None = None
         # kernels first: they refuse at once, weights and sub-sessions take their time
         if settings.fuse is not Fuse.DECODE_ONLY:
             self._enter(plan.block)
+            self._joined = joined.of(plan, self._library)
         self.fused = Alternative(plan.fused, settings, model)
         if self.fused.block is not None:
             self._enter(self.fused.block)
@@ -101,7 +104,10 @@ class Engine:
     def build(self, frame: Frame, observe: Observe) -> Action:
         """The closures of a frame, prepared as far as its shapes are known."""
         builder = _Builder(self._kernels, self._sub_sessions, self._settings, frame, observe)
-        return builder.block(frame.block)
+        if self._joined is None or frame.block is not self.plan.block or observe is not _alone:
+            return builder.block(frame.block)
+        calls = self._joined.joined.calls
+        return self._joined.action(frame, [builder.steps(call.steps) for call in calls])
 
     def choose(
         self, dims: Mapping[str, int], fused: OnStorage
@@ -139,8 +145,13 @@ class Engine:
         """
         usual = {id(s) for s in _all_steps(self.fused.block or self.plan.block)}
         later = [r.step for key, r in self._sub_sessions.items() if key not in usual]
-        usual.update(id(step) for step in library_check.doubtful(later))
-        now = [runner for key, runner in self._sub_sessions.items() if key in usual]
+        doubtful = library_check.doubtful(later)
+        usual.update(id(step) for step in doubtful)
+        now: list[standard.SubSessionRunner | joined.JoinedRunner] = [
+            runner for key, runner in self._sub_sessions.items() if key in usual
+        ]
+        if self._joined is not None and self.fused.block is None:
+            now = [self._joined]
         nbytes = sum(w.tensor.nbytes for runner in now for w in runner.step.weights)
         with huge_pages.of_what_is_loaded(nbytes):
             for runner in now:
@@ -249,26 +260,24 @@ class _Builder:
         """A block as one action."""
         ends = _ends(block, self.frame)
         actions = []
-        for last, action in self._actions(block, ends):
+        for last, action in self._actions(block.steps, block, ends):
             actions.append(action)
             if last in ends:
                 actions.append(_release(ends[last]))
-        if len(actions) == 1:
-            return actions[0]
-        sequence = tuple(actions)
+        return _in_order(actions)
 
-        def act(slots: Slots) -> None:
-            for action in sequence:
-                action(slots)
+    def steps(self, steps: Sequence[Step]) -> Action:
+        """Steps of the main block as one action."""
+        return _in_order([action for _, action in self._actions(steps, self.frame.block, ())])
 
-        return act
-
-    def _actions(self, block: Block, ends: Container[int]) -> Iterable[tuple[int, Action]]:
+    def _actions(
+        self, steps: Sequence[Step], block: Block, ends: Container[int]
+    ) -> Iterable[tuple[int, Action]]:
         """What does the steps in order: one or several of them, by the last of these."""
-        singles = [self._guarded(self._action(step, block), step) for step in block.steps]
+        singles = [self._guarded(self._action(step, block), step) for step in steps]
         if self.observe is _alone:
-            return layers.join(block.steps, singles, ends, self.frame.roots, self.settings)
-        return enumerate(map(self.observe, block.steps, singles))
+            return layers.join(steps, singles, ends, self.frame.roots, self.settings)
+        return enumerate(map(self.observe, steps, singles))
 
     def _action(self, step: Step, block: Block) -> Action:
         match step:
@@ -293,6 +302,18 @@ class _Builder:
             if root in self.frame.roots:  # pages that nobody may write are no storage of a root
                 action = _guard(action, slot, root, self.frame.roots[root])
         return action
+
+
+def _in_order(actions: Sequence[Action]) -> Action:
+    if len(actions) == 1:
+        return actions[0]
+    sequence = tuple(actions)
+
+    def act(slots: Slots) -> None:
+        for action in sequence:
+            action(slots)
+
+    return act
 
 
 def _guard(action: Action, slot: int, root: str, array: Any) -> Action:

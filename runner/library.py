@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import onnx
 import onnx_ir as ir
@@ -16,8 +16,12 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort
 from onnx_inplace.compiler import errors
 from onnx_inplace.compiler.steps import SubSession, Weight
 from onnx_inplace.runner import pools
+from onnx_inplace.runner.native import session
+from onnx_inplace.runner.native.operators import Domain
 
+T = TypeVar("T", covariant=True)
 _SILENT = 4  # log severity: fatal
+_NO_PACKING = "session.disable_prepacking"
 _INTEGERS = {
     onnx.TensorProto.DataType.Value(name)
     for name in ("BOOL", "INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64")
@@ -41,9 +45,12 @@ def _share_arena() -> None:
     memory = ort.OrtMemoryInfo(
         "Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT
     )
-    # addresses are free, memory is taken where it is touched: at the lowest place that fits
-    region = {"initial_chunk_size_bytes": 1 << 28, "max_dead_bytes_per_chunk": 256}
-    ort.create_and_register_allocator(memory, ort.OrtArenaCfg(region))
+    ort.create_and_register_allocator(memory, ort.OrtArenaCfg(session.REGION))
+
+
+class _Load(Protocol[T]):
+    def __call__(self, step: SubSession, *, copied: bool) -> T:
+        """Load a model; with ``copied``, onnxruntime may copy weights."""
 
 
 class Library:
@@ -72,6 +79,48 @@ class Library:
             types and shapes.
             errors.WeightsError: a file of weights is another one since :meth:`expect`.
         """
+        return self._tried(step, self._load)
+
+    def load_joined(
+        self,
+        step: SubSession,
+        shared: session.Environment,
+        operators: Callable[[], Domain],
+    ) -> session.Session:
+        """A session with operators of ours, through the C interface.
+
+        Args:
+            step: with nodes of a custom domain.
+            shared: where sessions of that interface live.
+            operators: makes that domain, for one session.
+
+        Raises:
+            errors.InplaceError: as :meth:`load`.
+        """
+
+        def load(step: SubSession, *, copied: bool) -> session.Session:
+            model, entries, given = self._declare(step)
+            options = session.Options(shared, self._threads)
+            try:
+                for key, text in (entries | pools.spinning(self._threads, pools.JOINED)).items():
+                    options.set(key, text)
+                weights = {w.name: _place(self._value(w)) for w in given}
+                if copied:
+                    options.copy(weights)
+                else:
+                    options.share(weights)
+                    if not step.packs:
+                        options.set(_NO_PACKING, "1")
+                domain = operators()
+                domain.register(options.at)
+            except BaseException:
+                options.release()
+                raise
+            return session.Session(shared, options, model, domain.at, domain.kept, self._values)
+
+        return self._tried(step, load)
+
+    def _tried(self, step: SubSession, load: _Load[T]) -> T:
         for path in _files(step):
             if _state(path) != self._files.get(path, _state(path)):
                 raise errors.WeightsError(
@@ -80,29 +129,34 @@ class Library:
                 )
         try:
             try:
-                return self._load(step, copied=False)
+                return load(step, copied=False)
             except ort.Fail:
                 # an optimizer asked for the content of a weight that is in memory only
-                return self._load(step, copied=True)
+                return load(step, copied=True)
         except (ort.Fail, ort.NotImplemented, ort.InvalidGraph) as error:
             raise _unsupported(step, str(error)) from None
 
-    def _load(self, step: SubSession, *, copied: bool) -> onnxruntime.InferenceSession:
+    def _declare(self, step: SubSession) -> tuple[bytes, dict[str, str], list[Weight]]:
+        """The model, entries of the configuration, and the weights that we have to bring."""
         proto = onnx.ModelProto.FromString(step.model)
-        options = _options(1 if _counts_only(proto.graph) else self._threads)
         folders = {
             os.fspath(w.tensor.base_dir) if isinstance(w.tensor, ir.ExternalTensor) else None
             for w in step.weights
         }
         mapped = len(folders) == 1 and None not in folders
-        folder = folders.pop() if mapped else os.fspath(Path(__file__).parent)
-        options.add_session_config_entry(
-            "session.model_external_initializers_file_folder_path", folder
-        )
+        folder = str(folders.pop() if mapped else Path(__file__).parent)
+        entries = {"session.model_external_initializers_file_folder_path": folder}
         # what stands in one file and is used once, onnxruntime maps itself
         given = [w for w in step.weights if w.shared or not mapped]
         if not mapped:
             _refer_nowhere(proto, {w.name for w in given})
+        return bytes(proto.SerializeToString()), entries, given
+
+    def _load(self, step: SubSession, *, copied: bool) -> onnxruntime.InferenceSession:
+        model, entries, given = self._declare(step)
+        options = _options(1 if _counts_only(step.model) else self._threads)
+        for key, text in entries.items():
+            options.add_session_config_entry(key, text)
         values = [self._value(w) for w in given]
         if copied:
             options.add_external_initializers([w.name for w in given], values)
@@ -110,10 +164,8 @@ class Library:
             for weight, value in zip(given, values, strict=True):
                 options.add_initializer(weight.name, value)
             if not step.packs:
-                options.add_session_config_entry("session.disable_prepacking", "1")
-        return onnxruntime.InferenceSession(
-            proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
-        )
+                options.add_session_config_entry(_NO_PACKING, "1")
+        return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
     def _value(self, weight: Weight) -> onnxruntime.OrtValue:
         """The OrtValue over the one array of a weight; onnxruntime keeps no reference to it."""
@@ -152,11 +204,16 @@ def _options(threads: int) -> Any:
     return options
 
 
-def _counts_only(graph: onnx.GraphProto) -> bool:
+def _place(value: onnxruntime.OrtValue) -> session.Weight:
+    return session.Weight(value.element_type(), tuple(value.shape()), value.data_ptr())
+
+
+def _counts_only(model: bytes) -> bool:
     """Whether all that goes in and out are integers: positions, lengths, masks, indices.
 
     Nothing of it is worth waking a second thread for.
     """
+    graph = onnx.ModelProto.FromString(model).graph
     ports = {v.type.tensor_type.elem_type for v in (*graph.input, *graph.output)}
     return ports | {t.data_type for t in graph.initializer} <= _INTEGERS
 

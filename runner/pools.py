@@ -16,7 +16,9 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort
 _SILENT = 4  # log severity: fatal
 # [us] A worker waits awake for the next product of the same sub-session, not longer: kernels of
 # ours and other processes need the core. Not to spin at all costs a wake-up for every product.
-_SPIN = "50"
+_SPIN = 50
+# [us] In one session for all nodes the next product may come behind an attention of ours.
+JOINED = 300
 
 
 @functools.cache
@@ -45,9 +47,18 @@ def set_threads(options: Any, threads: int) -> None:
         return
     options.inter_op_num_threads = 1
     options.intra_op_num_threads = threads
-    if threads > 1:
-        options.add_session_config_entry("session.force_spinning_stop", "1")
-        options.add_session_config_entry("session.intra_op.spin_duration_us", _SPIN)
+    for key, text in spinning(threads, _SPIN).items():
+        options.add_session_config_entry(key, text)
+
+
+def spinning(threads: int, microseconds: int) -> dict[str, str]:
+    """Entries of a configuration: workers wait awake so long, and never behind a run."""
+    if threads == 1:
+        return {}
+    return {
+        "session.force_spinning_stop": "1",
+        "session.intra_op.spin_duration_us": str(microseconds),
+    }
 
 
 def _smallest() -> bytes:

@@ -1,0 +1,103 @@
+"""A run of the library that calls steps of ours back."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from onnx_inplace.compiler import errors
+from onnx_inplace.compiler.joining import Call
+from onnx_inplace.compiler.steps import ExecutionPlan
+from onnx_inplace.numba_kernels import called
+from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.runner import team
+from onnx_inplace.runner.actions import Slots
+from onnx_inplace.runner.joined_call import INT64, Border, Prepared, Tensors
+from onnx_inplace.runner.native import operators
+
+
+class Live:
+    """Runs that are in progress, by their keys.
+
+    Operators refer to this and to nothing of the session, which they must not keep alive.
+    """
+
+    def __init__(self, tensors: Tensors) -> None:
+        """None yet."""
+        self.tensors = tensors
+        self.runs: dict[int, Run] = {}
+
+    def operator(self, number: int, call: Call, plan: ExecutionPlan) -> operators.Operator:
+        """What the library calls back for the call of this number."""
+        inputs = [Border(plan, port).code for port in (*call.inputs, *call.unread)]
+        outputs = [Border(plan, port).code for port in call.outputs]
+        count, runs, at = 1 + len(call.inputs), self.runs, self.tensors.at
+        collect, read = self.tensors.collect, ctypes.c_int64.from_address
+
+        def compute(context: int) -> int:
+            places = np.empty(count, np.int64)
+            if collect(at, context, count, address(places)):
+                return called.FAILED
+            token, *addresses = places.tolist()
+            words = read(token).value
+            return runs[read(words).value].call(number, words, context, addresses)
+
+        return operators.Operator(
+            call.op_type, number, [INT64, *inputs], [INT64, *outputs], compute
+        )
+
+
+class Run:
+    """The calls of one frame, and the run of it that is in progress: one at a time.
+
+    Attributes:
+        token: what the library passes to the first call: the address of ``called.Run``.
+        last: where it puts what the last call gives.
+    """
+
+    def __init__(self, key: int, live: Live, calls: Sequence[Prepared]) -> None:
+        """``key`` tells it from all others."""
+        self._key, self._live, self._calls = key, live, calls
+        self._words = np.zeros(called.Run.LAYERS + len(calls), np.int64)
+        self._words[called.Run.KEY] = key
+        self.token, self.last = np.array([address(self._words)]), np.zeros(1, np.int64)
+        self._slots: Slots | None = None
+        self._error: BaseException | None = None
+        self._threads = team.Borrowed(live.tensors.at)
+
+    def execute(self, slots: Slots, run: Callable[[], None]) -> None:
+        """Let the library run.
+
+        Raises:
+            BaseException: what a step of ours has raised.
+            KeyboardInterrupt: in a step of ours, or on the way to it.
+            errors.OperatorError: what the library says.
+        """
+        runs = self._live.runs
+        self._slots, self._error, self._words[called.Run.LOST] = slots, None, 0
+        try:
+            runs[self._key] = self
+            with self._threads:
+                run()
+        except RuntimeError as error:
+            if self._error is not None:
+                raise self._error from None
+            if self._words[called.Run.LOST]:
+                raise KeyboardInterrupt from None
+            raise errors.OperatorError(str(error)) from None
+        finally:
+            runs.pop(self._key, None)
+            self._slots = self._error = None
+
+    def call(self, number: int, token: int, context: int, addresses: list[int]) -> int:
+        """A call of the library, on the thread of the run: ``called.SUCCEEDED`` or ``FAILED``."""
+        try:
+            assert self._slots is not None
+            self._threads.context = context
+            self._calls[number](self._slots, token, context, addresses)
+        except BaseException as error:
+            self._error = error
+            return called.FAILED
+        return called.SUCCEEDED
