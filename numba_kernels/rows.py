@@ -11,7 +11,7 @@ from onnx_inplace.numba_kernels.memory import copy, on_demand
 
 
 class RowsLayout(NamedTuple):
-    """What a call of :func:`place` is, but for the addresses. Strides are in bytes.
+    """What a call of :func:`place_rows` is, but for the addresses. Strides are in bytes.
 
     ``rotated`` leading elements of a row are rotated, in pairs of neighbours (``interleaved``) or
     of the two halves; 0 rotates nothing. A kind is one of ``floats.FLOAT32`` and so on.
@@ -55,8 +55,8 @@ def _rotate(at, size, half, interleaved, cosine, sine):
         row[first], row[second] = x * c - y * s, x * s + y * c
 
 
-@on_demand("void(int64,int64,int64,int64,int64,int64,int64,int64)")
-def place(layout, source, target, starts, positions, cosines, sines, space):
+@njit
+def place_rows(layout, source, target, starts, positions, cosines, sines, space):
     """Put rows (batch, heads, tokens) of ``source`` into ``target``, from token ``starts[b]`` on.
 
     Shapes:
@@ -89,3 +89,9 @@ def place(layout, source, target, starts, positions, cosines, sines, space):
                 widen(space, x.size, taken, x.source_kind)
                 _rotate(space, x.size, half, x.interleaved, cosine, sine)
                 narrow(to, x.size, space, x.target_kind)
+
+
+@on_demand("void(int64,int64,int64,int64,int64,int64,int64,int64)")
+def place(layout, source, target, starts, positions, cosines, sines, space):
+    """:func:`place_rows`, called from outside of kernels."""
+    place_rows(layout, source, target, starts, positions, cosines, sines, space)

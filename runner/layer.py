@@ -15,7 +15,7 @@ import numpy as np
 
 from onnx_inplace.compiler import steps
 from onnx_inplace.numba_kernels.memory import address
-from onnx_inplace.numba_kernels.objects import Expected
+from onnx_inplace.numba_kernels.objects import NOTHING, Expected
 from onnx_inplace.runner.actions import Array, DType, Settings, Slots
 
 INT64 = np.dtype(np.int64)
@@ -25,16 +25,24 @@ class Layer(abc.ABC):
     """Updates of one or two caches, and attention over what they have written.
 
     Attributes:
-        updates: in order of the plan.
-        attention: that follows.
+        steps: in order of the plan; the last one attends.
     """
 
-    updates: tuple[steps.Kernel, ...]
-    attention: steps.Kernel
+    steps: tuple[steps.Kernel, ...]
+
+    @property
+    def written(self) -> list[tuple[int, int]]:
+        """Slots of storage that steps write: as they name it afterwards, and as they find it."""
+        named = [
+            (s.outputs[a.output_index], s.inputs[a.input_index])
+            for s in self.steps
+            for a in s.aliases
+        ]
+        return [(new, old) for new, old in named if new is not None and old is not None]
 
     @abc.abstractmethod
     def ready(self) -> Callable[[int, int, int], int]:
-        """Compile the call: ``append_and_attend`` of ``append_attend`` or of its like for pages."""
+        """Compile the call: ``append_and_attend`` of ``append_attend`` or of one of its like."""
 
     @abc.abstractmethod
     def serves(self, roots: Mapping[str, Any]) -> bool:
@@ -80,25 +88,28 @@ class Prepared(abc.ABC):
 
 
 def expect(
-    slots: Slots, places: Sequence[int], storage: Mapping[int, Array]
+    slots: Slots, places: Sequence[int | None], storage: Mapping[int, Array]
 ) -> tuple[list[Expected], tuple[object, ...]] | None:
     """What to expect of the arrays in some places of slots: what they are now.
 
     Args:
         slots: of a run.
-        places: in it.
+        places: in it; None: there is nothing.
         storage: the caller's, by index of the place.
 
     Returns:
         This, and what it has addresses of; None: one of them is no array, or is in pieces.
     """
-    arrays = [slots[place] for place in places]
-    if any(type(array) is not np.ndarray or not array.flags.c_contiguous for array in arrays):
-        return None
-    dims = [np.array(array.shape, np.int64) for array in arrays]
-    at = {k: address(array) for k, array in storage.items()}
-    expected = [
-        Expected(place, at.get(k, 0), id(array.dtype), array.ndim, address(dims[k]))
-        for k, (place, array) in enumerate(zip(places, arrays, strict=True))
-    ]
-    return expected, (dims, [array.dtype for array in arrays])
+    kept: list[object] = []
+    expected = []
+    for k, place in enumerate(places):
+        if place is None:
+            expected.append(Expected(NOTHING, 0, 0, 0, 0))
+            continue
+        array = slots[place]
+        if type(array) is not np.ndarray or not array.flags.c_contiguous:
+            return None
+        dims, at = np.array(array.shape, np.int64), address(storage[k]) if k in storage else 0
+        expected.append(Expected(place, at, id(array.dtype), array.ndim, address(dims)))
+        kept += dims, array.dtype
+    return expected, tuple(kept)

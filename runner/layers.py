@@ -16,10 +16,11 @@ import numpy as np
 from onnx_inplace.compiler import steps
 from onnx_inplace.numba_kernels.append_attend import REFUSED, WRITTEN
 from onnx_inplace.numba_kernels.memory import FIELD
-from onnx_inplace.runner import layers_dense, layers_paged, workspace
+from onnx_inplace.runner import layers_dense, layers_grouped, layers_paged, workspace
 from onnx_inplace.runner.actions import Action, Settings, Slots, reusable
 from onnx_inplace.runner.layer import Layer, Prepared
 
+_FAMILIES = layers_dense, layers_paged, layers_grouped
 _FIRST = 2  # runs of steps one by one: for what comes only once, no call is prepared
 
 
@@ -55,31 +56,30 @@ def join(
     """
     index = 0
     while index < len(block):
-        layer, last = _find(block, index), index
+        layer, action, last = _find(block, index), singles[index], index
         if layer is not None and layer.serves(roots):
-            last += len(layer.updates)
-        if layer is None or any(step in pauses for step in range(index, last)):
-            last = index
-        if layer is None or last == index:
-            yield index, singles[index]
-        else:
-            yield last, _action(layer, singles[index : last + 1], roots, settings)
+            end = index + len(layer.steps)
+            if not any(step in pauses for step in range(index, end - 1)):
+                action, last = _action(layer, singles[index:end], roots, settings), end - 1
+        yield last, action
         index = last + 1
 
 
 def _find(block: Sequence[steps.Step], index: int) -> Layer | None:
     """The layer that begins with a step, if there is one."""
-    return layers_dense.find(block, index) or layers_paged.find(block, index)
+    found = (family.find(block, index) for family in _FAMILIES)
+    return next((layer for layer in found if layer is not None), None)
 
 
 def _action(
     layer: Layer, singles: Sequence[Action], roots: Mapping[str, Any], settings: Settings
 ) -> Action:
     """The action of a layer; ``singles`` are those of its steps."""
-    run, output = layer.ready(), layer.attention.outputs[0]
+    run, written = layer.ready(), layer.written
+    attention, attend = layer.steps[-1], singles[-1]
+    output = attention.outputs[0]
     assert output is not None
-    updated = [(s.outputs[0] or 0, s.inputs[0] or 0) for s in layer.updates]
-    fresh, attend = not reusable(layer.attention, output), singles[-1]
+    fresh = not reusable(attention, output)
     prepared: Prepared | None = None
     runs = 0
 
@@ -114,7 +114,7 @@ def _action(
         if done == REFUSED:
             one_by_one(slots)
             return
-        for new, old in updated:
+        for new, old in written:
             slots[new] = slots[old]
         if done & WRITTEN:
             attend(slots)

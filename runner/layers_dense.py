@@ -31,7 +31,7 @@ def find(block: Sequence[steps.Step], index: int) -> layer.Layer | None:
         return None
     if first.roots[0] == second.roots[0]:
         return None
-    return _Layer((first, second), attention, written.index(read[0]))
+    return _Layer((first, second, attention), written.index(read[0]))
 
 
 def _writes_tokens(step: steps.Step) -> TypeGuard[steps.Kernel]:
@@ -62,8 +62,7 @@ class _Layer(layer.Layer):
         key: which update is that of keys.
     """
 
-    updates: tuple[steps.Kernel, steps.Kernel]
-    attention: steps.Kernel
+    steps: tuple[steps.Kernel, steps.Kernel, steps.Kernel]
     key: int
 
     def ready(self) -> Callable[[int, int, int], int]:
@@ -73,39 +72,33 @@ class _Layer(layer.Layer):
 
     def serves(self, roots: Mapping[str, Any]) -> bool:
         """Whether both caches are there."""
-        return all(isinstance(roots.get(s.roots[0]), np.ndarray) for s in self.updates)
+        return all(isinstance(roots.get(s.roots[0]), np.ndarray) for s in self.steps[:2])
 
     def prepare(
         self, slots: Slots, roots: Mapping[str, Any], settings: Settings
     ) -> layer.Prepared | None:
         """A call for arrays like those in slots."""
-        inputs = [slot for step in self.updates for slot in step.inputs[:3]]
-        wanted = (
-            *inputs,
-            self.attention.inputs[0],
-            self.attention.outputs[0],
-            self.attention.inputs[6],
-        )
+        *updates, attention = self.steps
+        inputs = [slot for step in updates for slot in step.inputs[:3]]
+        wanted = *inputs, attention.inputs[0], attention.outputs[0], attention.inputs[6]
         places = [slot for slot in wanted if slot is not None]
-        storage = {3 * k: roots[step.roots[0]] for k, step in enumerate(self.updates)}
+        storage = {3 * k: roots[step.roots[0]] for k, step in enumerate(updates)}
         found = layer.expect(slots, places, storage)
         arrays = [slots[place] for place in places]
         if found is None or arrays[LENGTHS].dtype != INT64:
             return None
-        first, second = (
-            _write(step, *arrays[3 * k : 3 * k + 3]) for k, step in enumerate(self.updates)
-        )
+        first, second = (_write(step, *arrays[3 * k : 3 * k + 3]) for k, step in enumerate(updates))
         if first is None or second is None:
             return None
         keys, values = arrays[3 * self.key], arrays[3 - 3 * self.key]
         problem = operators_attention.problem(
-            self.attention.attributes, arrays[QUERY], keys, values, mask=None, has_lengths=True
+            attention.attributes, arrays[QUERY], keys, values, mask=None, has_lengths=True
         )
-        call = Call(problem, operators_attention.kernels(self.attention, settings))
+        call = Call(problem, operators_attention.kernels(attention, settings))
         alone, (expected, kept) = call.alone, found
         sizes = self.key, problem.batch, problem.capacity, alone.most
-        attention = Attention(objects.ARRAY, alone.kernel, alone.layout, *sizes)
-        table = append_attend.table(expected, (first, second), attention)
+        last = Attention(objects.ARRAY, alone.kernel, alone.layout, *sizes)
+        table = append_attend.table(expected, (first, second), last)
         return _Prepared(
             table=table,
             at=address(table),
@@ -113,7 +106,7 @@ class _Layer(layer.Layer):
             shape=arrays[OUTPUT].shape,
             dtype=arrays[OUTPUT].dtype,
             kept=(call, kept),
-            writes=((self.updates[0], first.length), (self.updates[1], second.length)),
+            writes=((updates[0], first.length), (updates[1], second.length)),
             positions=(places[2], places[5]),
         )
 

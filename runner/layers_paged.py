@@ -38,7 +38,7 @@ def find(block: Sequence[steps.Step], index: int) -> layer.Layer | None:
     written = update.outputs[0]
     if (cache, table) != (written, update.inputs[1]) or written in (query, lengths, *update.inputs):
         return None
-    return _Layer((update,), attention)
+    return _Layer((update, attention))
 
 
 def _is(step: steps.Step, op_type: str) -> TypeGuard[steps.Kernel]:
@@ -54,8 +54,7 @@ def _is(step: steps.Step, op_type: str) -> TypeGuard[steps.Kernel]:
 class _Layer(layer.Layer):
     """See ``layer.Layer``."""
 
-    updates: tuple[steps.Kernel]
-    attention: steps.Kernel
+    steps: tuple[steps.Kernel, steps.Kernel]
 
     def ready(self) -> Callable[[int, int, int], int]:
         """Compile the call."""
@@ -64,14 +63,14 @@ class _Layer(layer.Layer):
 
     def serves(self, roots: Mapping[str, Any]) -> bool:
         """Whether the cache is there, and page ids are places in its table."""
-        cache = roots.get(self.updates[0].roots[0])
+        cache = roots.get(self.steps[0].roots[0])
         return isinstance(cache, PagedCache) and not cache.sparse_ids
 
     def prepare(
         self, slots: Slots, roots: Mapping[str, Any], settings: Settings
     ) -> layer.Prepared | None:
         """A call for arrays like those in slots, and pages of the same formats."""
-        (update,), attention = self.updates, self.attention
+        update, attention = self.steps
         cache: PagedCache = roots[update.roots[0]]
         store = cache.store
         query, output, lengths = attention.inputs[0], attention.outputs[0], attention.inputs[3]

@@ -45,7 +45,7 @@ class Sizes:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Ready:
+class Ready:
     """What depends on shapes only."""
 
     call: Call
@@ -72,11 +72,9 @@ def group_query_attention(step: steps.Kernel, settings: Settings) -> Action:
     smooth = bool(attributes.get("smooth_softmax", 0))
     heads: int = attributes["num_heads"]
     reuse = reusable(step, output)
-    calls: Calls[_Ready] = Calls()
+    calls: Calls[Ready] = Calls()
     place = rows.place.ready()
-    cache = step.values.get(slot["past_key"] or 0)
-    shape = Shape(kind_of(cache), known_dim(cache, 3), heads // attributes["kv_num_heads"])
-    kernels = Kernels(settings, shape)
+    kernels = kernels_of(step, settings)
 
     def value_of(slots: Slots, name: str) -> Any:
         place = slot[name]
@@ -100,7 +98,7 @@ def group_query_attention(step: steps.Kernel, settings: Settings) -> Action:
         shapes = prompt, *[None if array is None else array.shape for array in arrays]
         ready = calls.get(shapes)
         if ready is None:
-            ready = _prepare(
+            ready = prepare(
                 step, kernels, query, key, value, past_key, past_value, mask, cosines, sines, prompt
             )
             calls.put(shapes, ready)
@@ -155,6 +153,13 @@ def group_query_attention(step: steps.Kernel, settings: Settings) -> Action:
             slots[value_output] = past_value
 
     return act
+
+
+def kernels_of(step: steps.Kernel, settings: Settings) -> Kernels:
+    """The kernels of a step, compiled."""
+    cache = step.values.get(grouped_query.named(step.inputs)["past_key"] or 0)
+    group = step.attributes["num_heads"] // step.attributes["kv_num_heads"]
+    return Kernels(settings, Shape(kind_of(cache), known_dim(cache, 3), group))
 
 
 def _contiguous(array: Array | None) -> Array | None:
@@ -227,7 +232,7 @@ def _sinks(given: Array | None, smooth: bool, heads: int) -> Array | None:
     return np.zeros(heads, np.float32) if smooth else None
 
 
-def _prepare(
+def prepare(
     step: steps.Kernel,
     kernels: Kernels,
     query: Array,
@@ -239,7 +244,12 @@ def _prepare(
     cosines: Array | None,
     sines: Array | None,
     prompt: bool,
-) -> _Ready:
+) -> Ready:
+    """What follows from the shapes of inputs, whose tokens are a ``prompt`` or come behind others.
+
+    Raises:
+        StorageMismatch: they do not belong together.
+    """
     attributes = step.attributes
     s = sizes(attributes, (query, key, value), (past_key, past_value), (cosines, sines))
     batch, tokens, heads, kv_heads = s.batch, s.tokens, s.heads, s.kv_heads
@@ -265,7 +275,7 @@ def _prepare(
     source, kind = packed if key is None else single, KINDS[past_key.dtype]
     kinds = query_kind, KINDS[query.dtype]
     call = problem(attributes, s, query_at, kinds, (past_key, past_value), mask, prompt=prompt)
-    return _Ready(
+    return Ready(
         call=Call(call, kernels),
         places=(
             layout(heads, packed, 0, query_at, rotated),
