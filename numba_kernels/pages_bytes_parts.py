@@ -1,7 +1,7 @@
 """Scores and sums over rows of 8-bit floats by arithmetic in float16, 32 elements at once.
 
 An 8-bit float becomes a float16 in a few instructions, but a float32 only by many more. Products
-are summed up in float16 over one row, or over the tokens of one tile, and in float32 from there:
+are summed up in float16 over one row, or over the tokens of a part, and in float32 from there:
 the error is one of single roundings to 11 bits, a fraction of what storing 8 bits has cost.
 
 Queries and weights are multiplied by a power of two, so that no sum can leave the range of float16
@@ -29,7 +29,8 @@ from onnx_inplace.numba_kernels.pages_bytes_lanes import LINE, WIDE, Halves, spl
 from onnx_inplace.numba_kernels.pages_layout import E4M3
 from onnx_inplace.numba_kernels.vector import LANES, Value
 
-TILE = 32  # tokens whose values are summed up in float16: half the conversions of 16
+TILE = 64  # tokens of one pass through the three loops
+PART = 32  # tokens whose values are summed up in float16: half the conversions of 16
 _TOGETHER = 4  # pairs of keys that share each load of the queries
 _HEADS = 4  # whose sums are kept in registers at once
 _PANEL = 4  # vectors of sums of each of them
@@ -59,8 +60,8 @@ def query_range(kind: int, size: int) -> float:
 
 
 def weight_range(kind: int) -> float:
-    """What weights are multiplied by: those of a tile are summed up in float16."""
-    return _power(_MOST / (TILE * _largest(kind)))
+    """What weights are multiplied by: those of a part are summed up in float16."""
+    return _power(_MOST / (PART * _largest(kind)))
 
 
 class _Rows(NamedTuple):
@@ -197,7 +198,7 @@ def make_gather(kind: int, size: int, group: int) -> Any:
 
     Shapes:
         values, offsets, count, near, ahead, beyond: rows of ``size`` elements of ``kind``, see
-                 _Rows, at most TILE
+                 _Rows, at most PART
         weights: (groups of tokens, 16) float32, as ``decode_parts.make_soften`` leaves them
         pairs:   (groups of tokens, 16, 2) float16, workspace: weights, in the range that is safe
         state:   (3, 16) float32: the last row are the factors for older sums
