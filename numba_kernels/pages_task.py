@@ -21,9 +21,10 @@ class Task(NamedTuple):
     """Addresses and numbers of one call, int64.
 
     Scores are in base 2: the queries have been multiplied by scale * log2(e). Rows of queries and
-    sums are (rows, head_size) float32; states are (rows, 2) float32: the largest score and the sum
-    of weights until now; limits are (rows, 2) int64: the first token of the page that a row sees,
-    and one past the last; all are within ``first .. last``.
+    sums are (rows, head_size) float32; states are (rows, 2) float32: the reference of weights until
+    now, which is the largest score, or up to 40 below or 17 above it, and the sum of weights;
+    limits are (rows, 2) int64: the first token of the page that a row sees, and one past the last;
+    all are within ``first .. last``.
     """
 
     description: int  # of the page's format

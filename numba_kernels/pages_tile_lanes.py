@@ -19,15 +19,19 @@ from onnx_inplace.numba_kernels.vector import LANES, VECTOR, Value
 
 LINE = 64  # bytes of a vector
 _POWERS = (
-    1.3276470126584172e-3,
-    9.675540961325169e-3,
-    5.550713092088699e-2,
-    2.4022120237350464e-1,
-    6.931469440460205e-1,
-    1.0000001192092896,
-)  # of 2**x for x in -0.5 .. 0.5
-_LARGEST = {1: 255.0, 2: 32639.0}  # by planes: one has no sign, two hold 127 * 256 + 127
-_INTS = ir.VectorType(ir.IntType(32), LANES)
+    1.3534167781472206e-2,
+    5.2011460065841675e-2,
+    0.2414427548646927,
+    0.6930038332939148,
+    1.0000026226043701,
+)  # of 2**x for x in 0 .. 1
+Asks = tuple[int, int]
+"""Lines of memory that are asked for, of what is read soon and later: see ``pages_tile_parts``."""
+LARGEST = {1: 255.0, 2: 32639.0}
+"""The largest integer, by planes: one has no sign, two hold 127 * 256 + 127."""
+_LOG_ERROR = 0.0861  # of the logarithm to base 2 that the bits of a float32 are
+_INT = ir.IntType(32)
+_INTS = ir.VectorType(_INT, LANES)
 _SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
 _FLAGS = ir.VectorType(ir.IntType(1), LANES)
@@ -82,19 +86,36 @@ class Codes(Dots):
         one = self.builder.extract_element(vector, ir.Constant(ir.IntType(32), lane))
         self.builder.store(one, self._memory(address, one.type)).align = 4
 
-    def weight(self, x: Value) -> Value:
-        """``Emitter.weight`` in fewer instructions; relative error 3e-7."""
+    def share(self, x: Value) -> Value:
+        """2**x for the weight of a token, relative error 3e-6; x below -100 counts as -100."""
+        least = self.constant(-100.0)
         if not _WIDE:
-            return super().weight(x)
-        b, least = self.builder, self.constant(-100.0)
-        x = b.select(b.fcmp_ordered("<", x, least), least, x)
-        whole = self.nearest(x)
-        fraction, power = b.fsub(x, whole), self.constant(_POWERS[0])
+            return self.exp2(x, -100.0)
+        x = self.builder.select(self.builder.fcmp_ordered("<", x, least), least, x)
+        all_, current = ir.Constant(ir.IntType(16), -1), ir.Constant(_INT, 4)
+        down = ir.Constant(_INT, 9)
+        fraction = self._intrinsic(
+            "llvm.x86.avx512.mask.reduce.ps.512", VECTOR, [x, down, x, all_, current]
+        )
+        power = self.constant(_POWERS[0])
         for coefficient in _POWERS[1:]:
             power = self.fma(power, fraction, self.constant(coefficient))
-        all_, current = ir.Constant(ir.IntType(16), -1), ir.Constant(ir.IntType(32), 4)
-        values = [power, whole, power, all_, current]
+        values = [power, x, power, all_, current]  # 2 to the whole number below x
         return self._intrinsic("llvm.x86.avx512.mask.scalef.ps.512", VECTOR, values)
+
+    def logarithm_above(self, x: Value) -> Value:
+        """What is up to 0.09 above the logarithm to base 2 of x > 0; -40 for 0."""
+        bits = self.builder.sitofp(self.builder.bitcast(x, _INTS), VECTOR)
+        result = self.fma(bits, self.constant(2.0**-23), self.constant(_LOG_ERROR + 1e-3 - 127))
+        return self.maximum(result, self.constant(-40.0))
+
+    def larger(self, a: Value, b: Value) -> Value:
+        """The larger magnitudes, without sign; where one is NaN, the other."""
+        if not _WIDE:
+            return self.maximum(self.absolute(a), self.absolute(b))
+        all_, current = ir.Constant(ir.IntType(16), -1), ir.Constant(_INT, 4)
+        values = [a, b, ir.Constant(_INT, 11), a, all_, current]
+        return self._intrinsic("llvm.x86.avx512.mask.range.ps.512", VECTOR, values)
 
     def by_head(self, combine: Any, vectors: Sequence[Value]) -> Value:
         """Lane g = ``combine`` over the lanes of ``vectors[g]``; lanes beyond mean nothing."""
@@ -124,7 +145,9 @@ class Codes(Dots):
         """Lane g in all lanes."""
         return self.shuffle(vector, vector, [g] * LANES)
 
-    def store_planes(self, parts: Sequence[Value], at: Value, step: int) -> list[Value]:
+    def store_planes(
+        self, parts: Sequence[Value], at: Value, step: int, sums: Sequence[Value]
+    ) -> list[Value]:
         """Integers become uint8, or 256 * high + low, int8 that lie ``step`` bytes apart.
 
         Args:
@@ -132,9 +155,10 @@ class Codes(Dots):
                 one, for 16 bytes.
             at: address of the first plane.
             step: bytes to the next plane.
+            sums: of integers that were stored before, for each plane, spread over lanes.
 
         Returns:
-            For each plane, sums of some of its numbers by lane, int32: together all of them.
+            Sums that these integers have joined.
         """
         b = self.builder
         if len(parts) == 1:
@@ -143,7 +167,7 @@ class Codes(Dots):
             planes = [x] if self.planes == 1 else [high, b.sub(x, b.shl(high, self.ints(8)))]
             for p, plane in enumerate(planes):
                 self.store_any(b.trunc(plane, _BYTES), self.add(at, p * step))
-            return planes
+            return [b.add(x, y) for x, y in zip(sums, planes, strict=True)]
         halves = [
             self._intrinsic("llvm.x86.avx512.packssdw.512", _SHORTS, parts[k : k + 2])
             for k in (0, 2)
@@ -158,13 +182,13 @@ class Codes(Dots):
                 self._intrinsic("llvm.x86.avx512.packsswb.512", _LINE_OF_BYTES, high),
                 self._intrinsic("llvm.x86.avx512.packuswb.512", _LINE_OF_BYTES, low),
             ]
-        ones, found = self.ints(0x01010101), []
-        for p, plane in enumerate(packed):
+        ones, result = self.ints(0x01010101), []
+        for p, (plane, total) in enumerate(zip(packed, sums, strict=True)):
             self.store_any(plane, self.add(at, p * step))
             fours = b.bitcast(plane, _INTS)
             pair = (fours, ones) if self.planes == 1 else (ones, fours)
-            found.append(self.dot(self.ints(0), *pair))
-        return found
+            result.append(self.dot(total, *pair))
+        return result
 
     def fields(self, vector: Value, bits: int) -> list[Value]:
         """The codes of each byte, one vector for each of its fields."""
@@ -198,20 +222,14 @@ class Codes(Dots):
             return self.dot(total, numbers, codes)
         return self.dot(total, codes, numbers)
 
-    def centered(self, sums: Sequence[Value], correction: Value, doubled: bool) -> Value:
-        """Sum over codes less their center, times two where the center is not whole.
-
-        ``sums``: one for each plane, over the codes as they are.
-        """
-        b, total = self.builder, self.joined_planes(sums)
-        if doubled:
-            total = b.shl(total, self.ints(1))
-        return b.sitofp(b.sub(total, correction), VECTOR)
+    def of_integers(self, sums: Sequence[Value], unit: Value, offset: Value) -> Value:
+        """``unit * total + offset``; ``sums``: one for each plane."""
+        return self.fma(self.builder.sitofp(self.joined_planes(sums), VECTOR), unit, offset)
 
     def integers_of(self, largest: Value) -> tuple[Value, Value]:
         """What numbers up to ``largest`` are multiplied by to become integers, and their unit."""
         b = self.builder
-        most = _LARGEST[self.planes]
+        most = LARGEST[self.planes]
         return b.fdiv(self.constant(most), largest), b.fmul(largest, self.constant(1 / most))
 
     def joined_planes(self, sums: Sequence[Value]) -> Value:
@@ -222,25 +240,46 @@ class Codes(Dots):
         return total
 
     def write_lines(
-        self, at: Value, unit: Value, totals: Sequence[Value], bases: Sequence[Value], center2: int
+        self,
+        at: Value,
+        unit: Value,
+        totals: Sequence[Value],
+        base: Value,
+        center: float,
+        apart: bool,
     ) -> None:
-        """Three lines of ``aux``: unit, correction, base.
+        """Lines of ``aux``: unit, offset, and where ``apart``, base, which else joins the offset.
 
         Args:
             at: address of the first line.
-            unit: by head.
+            unit: of the integers, by head.
             totals: for each head the sum of its integers, spread over lanes.
-            bases: likewise.
-            center2: twice the center of codes.
+            base: by head.
+            center: of codes; the offset is what it takes from sums of integers times codes.
+            apart: whether offset and base are multiplied by different numbers.
         """
-        b, odd = self.builder, center2 % 2
-        self.store(b.fmul(unit, self.constant(0.5 if odd else 1.0)), at)
-        total = self.by_head(b.add, totals)
-        correction = b.mul(total, self.ints(center2 if odd else center2 // 2))
-        self.store_any(correction, self.add(at, LINE))
-        self.store(self.by_head(b.fadd, bases), self.add(at, 2 * LINE))
+        b = self.builder
+        total = b.sitofp(self.by_head(b.add, totals), VECTOR)
+        offset = b.fmul(b.fmul(total, self.constant(-center)), unit)
+        self.store(unit, at)
+        self.store(offset if apart else b.fadd(offset, base), self.add(at, LINE))
+        if apart:
+            self.store(base, self.add(at, 2 * LINE))
 
-    def ask(self, address: Value, lines: int, part: int = 0, parts: int = 1) -> None:
-        """Ask for one of so many equal parts of ``lines`` lines of memory from an address on."""
-        for line in range(part * lines // parts, (part + 1) * lines // parts):
-            self.prefetch(self.add(address, line * LINE))
+    def ask(
+        self,
+        addresses: Sequence[Value],
+        lines: Asks,
+        part: int = 0,
+        parts: int = 1,
+        step: int = 1,
+    ) -> None:
+        """Ask for lines of memory at two places, or for some of so many equal parts of them."""
+        for address, count in zip(addresses, lines, strict=True):
+            for line in range(part * count // parts, (part + step) * count // parts):
+                self.prefetch(self.add(address, line * LINE))
+
+    def behind(self, addresses: Sequence[Value], i: Value, lines: Asks) -> list[Value]:
+        """Where the lines lie that step i asks for, after as many of each step before it."""
+        pairs = zip(addresses, lines, strict=True)
+        return [self.add(address, self.times(i, count * LINE)) for address, count in pairs]

@@ -6,11 +6,13 @@ are not negative, may have one plane: their error is a part of the largest weigh
 is a part of all scores, which outliers make large. A vector of scores holds 16 tokens of one head,
 a vector of sums 16 elements.
 
-Memory is asked for half a page ahead, into the second-level cache, a line or two at a time: a core
-has only some loads under way, and a burst of requests holds up all that stands behind it (measured:
-12 %). Such a request is dropped when too many are under way (one in twenty to a hundred, and to
-wait for one of those takes as long as thirty others). So the same lines are asked for again, into
-the first-level cache, one step of a loop before they are read; these requests are kept.
+Memory is asked for up to a page ahead, into the second-level cache, a line or two at a time: a core
+has only some loads under way (16 here, and requests into the second cache are among them), and a
+burst of requests holds up all that stands behind it (measured: 12 %). It is asked for at two places
+in turn, because the CPU then brings more of it by itself (11 %; four places are no better, eight
+are worse). Such a request is dropped when too many are under way (one in twenty to a hundred, and
+to wait for one of those takes as long as thirty others). So the same lines are asked for again,
+into the first-level cache, one step of a loop before they are read; these requests are kept.
 """
 
 from __future__ import annotations
@@ -22,19 +24,18 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from onnx_inplace.numba_kernels.floats import FLOAT16
-from onnx_inplace.numba_kernels.pages_tile_lanes import LINE, Codes, packs, spot
+from onnx_inplace.numba_kernels.pages_tile_lanes import LINE, Asks, Codes, packs, spot
 from onnx_inplace.numba_kernels.vector import LANES, Value
 
 _HEADS = 4  # whose sums are kept in registers at once, in all planes
-_AGAIN = 8  # bits of the codes that are asked for twice: fewer bits wait for arithmetic instead
 _TILES = 2  # that share each load of the queries
 _PLANES = 2  # of queries
 
 _I = types.int64
 
 
-def make_fold(size: int, group: int, block: int, center2: int, by_channel: bool) -> Any:
-    """``fold(queries, scales, midpoints, planes, aux)``: queries become integers.
+def make_fold(size: int, group: int, block: int, center2: int, by_channel: bool, asks: Asks) -> Any:
+    """``fold(queries, scales, midpoints, planes, aux, soon, later)``: queries become integers.
 
     ``by_channel``: the scales of channels are multiplied into them first, and the products with the
     midpoints are known before any token is. ``center2`` is twice the center.
@@ -43,7 +44,9 @@ def make_fold(size: int, group: int, block: int, center2: int, by_channel: bool)
         queries:           (group, size) float32
         scales, midpoints: (size) float16, with ``by_channel``
         planes:            (2, group, size) int8, the high one first
-        aux:               (blocks, 3) lines: unit, correction (int32), base
+        aux:               (blocks, 3) lines as of ``write_lines``; bases are products with the
+                           midpoints, or the sums of queries
+        soon, later:       addresses of what is read later: ``asks`` lines of it are asked for
 
     Blocks of a row of ``planes`` are in the order of ``spot``.
     """
@@ -51,10 +54,11 @@ def make_fold(size: int, group: int, block: int, center2: int, by_channel: bool)
     heads = range(group)
 
     @intrinsic
-    def fold(typing_context, queries, scales, midpoints, planes, aux):
+    def fold(typing_context, queries, scales, midpoints, planes, aux, soon, later):
         def generate(context, builder, signature, arguments):
             e = Codes(builder, _PLANES)
-            queries, scales, midpoints, planes, aux = arguments
+            queries, scales, midpoints, planes, aux, *ahead = arguments
+            every = 2 * group * size  # products, and then integers
 
             def scaled(c: int, scale: Value, g: int) -> tuple[Value, Value]:
                 """16 elements of a query, and what they are times their scales."""
@@ -67,16 +71,16 @@ def make_fold(size: int, group: int, block: int, center2: int, by_channel: bool)
                 largest = [e.constant(1e-30)] * group
                 numbers: dict[tuple[int, int], Value] = {}
                 for c in range(begin, end, LANES):
+                    e.ask(ahead, asks, group * c, every, group * LANES)
                     scale = e.load(e.add(scales, 2 * c), FLOAT16) if by_channel else None
                     middle = e.load(e.add(midpoints, 2 * c), FLOAT16) if by_channel else None
                     for g in heads:
-                        query, x = scaled(c, scale, g)
+                        query, numbers[c, g] = scaled(c, scale, g)
                         if by_channel:
                             base[g] = e.fma(query, middle, base[g])
                         else:
                             base[g] = builder.fadd(base[g], query)
-                        largest[g] = e.maximum(largest[g], e.absolute(x))
-                        numbers[c, g] = x
+                        largest[g] = e.larger(numbers[c, g], largest[g])
                 factors, unit = e.integers_of(e.by_head(e.maximum, largest))
                 step = LINE if packs(end - begin) else LANES
                 totals = []
@@ -84,15 +88,18 @@ def make_fold(size: int, group: int, block: int, center2: int, by_channel: bool)
                     factor, sums = e.of_head(factors, g), [e.ints(0)] * _PLANES
                     for first in range(begin, end, step):
                         columns = range(first, first + step, LANES)
+                        done = group * (size + begin) + g * (end - begin) + first - begin
+                        e.ask(ahead, asks, done, every, step)
                         whole = [e.rounded(builder.fmul(numbers[c, g], factor)) for c in columns]
                         at = e.add(planes, g * size + first)
-                        found = e.store_planes(whole, at, group * size)
-                        sums = [builder.add(x, y) for x, y in zip(sums, found, strict=True)]
+                        sums = e.store_planes(whole, at, group * size, sums)
                     totals.append(e.joined_planes(sums))
-                e.write_lines(e.add(aux, k * 3 * LINE), unit, totals, base, center2)
+                at = e.add(aux, k * 3 * LINE)
+                total = e.by_head(builder.fadd, base)
+                e.write_lines(at, unit, totals, total, center2 / 2, not by_channel)
             return context.get_dummy_value()
 
-        return types.void(_I, _I, _I, _I, _I), generate
+        return types.void(_I, _I, _I, _I, _I, _I, _I), generate
 
     return fold
 
@@ -105,9 +112,9 @@ def make_scores(
     center2: int,
     by_channel: bool,
     affine: bool,
-    asks: int,
+    asks: Asks,
 ) -> Any:
-    """``scores(codes, tiles, scales, step, midpoint, planes, aux, to, ahead)``.
+    """``scores(codes, tiles, scales, step, midpoint, planes, aux, to, soon, later)``.
 
     ``planes`` and ``aux`` are what ``fold`` leaves.
 
@@ -115,22 +122,24 @@ def make_scores(
         codes:  (tiles) tiles of 16 tokens
         scales: float16 of the first token, blocks ``step`` bytes apart; unless ``by_channel``
         to:     (tiles, group, 16) float32
-        ahead:  address of what is read later: each tile asks for ``asks`` lines of it
+        soon, later: addresses of what is read later: each tile asks for ``asks`` lines of it
+
+    Near the end, what lies behind the codes is taken for what is read next.
     """
     blocks = -(-size // block)
     fields = 8 // bits
     tile = size * bits // 8 * LANES
 
     @intrinsic
-    def scores(typing_context, codes, tiles, scales, step, midpoint, planes, aux, to, ahead):
+    def scores(typing_context, codes, tiles, scales, step, midpoint, planes, aux, to, soon, later):
         def some(e: Codes, arguments: Any, first: Value, together: int) -> None:
             """``together``: so many tiles share each load of the queries."""
-            builder, tiles = e.builder, range(together)
-            codes, _, scales, step, midpoint, planes, aux, to, ahead = arguments
+            tiles = range(together)
+            codes, _, scales, step, midpoint, planes, aux, to, *ahead = arguments
             here = [e.add(codes, e.times(e.add(first, t), tile)) for t in tiles]
-            following = e.least(e.add(first, together), e.add(arguments[1], -together))
-            near = e.add(codes, e.times(following, tile))
-            soon, vectors = e.add(ahead, e.times(first, asks * LINE)), size // (4 * fields)
+            near = e.add(codes, e.times(e.add(first, together), tile))
+            ahead, vectors = e.behind(ahead, first, asks), size // (4 * fields)
+            lines = asks[0] * together, asks[1] * together
             asking = -(-group // _HEADS) * vectors
             for begin in range(0, group, _HEADS):
                 heads = range(begin, min(group, begin + _HEADS))
@@ -140,8 +149,8 @@ def make_scores(
                     kept = {pair: [e.ints(0)] * _PLANES for pair in pairs}
                     last = min(size, (k + 1) * block)
                     for v in range(k * block // (4 * fields), last // (4 * fields)):
-                        e.ask(soon, asks * together, begin // _HEADS * vectors + v, asking)
-                        for t in tiles if begin == 0 and bits == _AGAIN else ():
+                        e.ask(ahead, lines, begin // _HEADS * vectors + v, asking)
+                        for t in tiles if begin == 0 else ():
                             e.prefetch(e.add(near, t * tile + v * LINE), near=True)
                         parts = [e.fields(e.integers(e.add(x, v * LINE)), bits) for x in here]
                         for f in range(fields):
@@ -160,14 +169,14 @@ def make_scores(
                             middle = e.load(e.add(at, midpoint), FLOAT16) if affine else None
                         for g in heads:
                             line = e.add(aux, k * 3 * LINE + 4 * g)
-                            correction = e.integer(e.add(line, LINE))
-                            x = e.centered(kept[t, g], correction, bool(center2 % 2))
-                            unit, base = e.load_all(line), e.load_all(e.add(line, 2 * LINE))
+                            unit, offset = e.load_all(line), e.load_all(e.add(line, LINE))
+                            x = e.of_integers(kept[t, g], unit, offset)
                             if by_channel:
-                                result[t, g] = e.fma(x, unit, base)
+                                result[t, g] = x
                                 continue
-                            result[t, g] = e.fma(builder.fmul(x, unit), d, result[t, g])
+                            result[t, g] = e.fma(x, d, result[t, g])
                             if affine:
+                                base = e.load_all(e.add(line, 2 * LINE))
                                 result[t, g] = e.fma(base, middle, result[t, g])
                 for t, g in pairs:
                     place = e.add(e.times(e.add(first, t), group * LINE), g * LINE)
@@ -184,7 +193,7 @@ def make_scores(
                 some(e, arguments, e.add(done, i), 1)
             return context.get_dummy_value()
 
-        return types.void(_I, _I, _I, _I, _I, _I, _I, _I, _I), generate
+        return types.void(*[_I] * 10), generate
 
     return scores
 
@@ -204,23 +213,31 @@ def make_sums(
     center2: int,
     page_size: int,
     count: int,
-    lines: int,
+    asks: Asks,
+    nearer: int,
 ) -> Any:
-    """``sums(codes, first, last, planes, aux, to, ahead)``: weighted values join the sums.
+    """``sums(codes, first, last, planes, aux, to, soon, later, then)``: values join the sums.
 
     Shapes:
         codes:       (size / 16) tiles of 16 elements, of V
         first, last: vectors of a tile that have tokens with a weight
         planes, aux: as ``weights`` leaves them, rows of ``page_size``, ``count`` planes
         to:          (group, size) float32
-        ahead:       address of what is read later: ``lines`` lines of it are asked for
+        soon, later: addresses of what is read later: ``asks`` lines of it are asked for
+        then:        address of what is read next: ``nearer`` lines of it are
     """
     fields = 8 // bits
     tile = page_size * bits // 8 * LANES
     vectors, ordered = page_size // (4 * fields), packs(page_size)
     every = panels(size, group, block)
-    whole, more = divmod(-(-lines // vectors), len(every))
-    shares = [whole + (number < more) for number in range(len(every))]  # lines for each vector
+    next_lines = -(-nearer // vectors)  # for each vector of the last panel
+
+    def share(number: int) -> Asks:
+        """Lines that a vector of a panel asks for."""
+        first, second = (-(-lines // vectors) + len(every) - 1 - number for lines in asks)
+        return first // len(every), second // len(every)
+
+    shares = [share(number) for number in range(len(every))]
 
     def four(e: Codes, v: Value) -> Value:
         """Where the weights of the first tokens of vector ``v`` lie, as :func:`spot` says."""
@@ -234,22 +251,28 @@ def make_sums(
         return e.add(e.add(upper, lane), part)
 
     @intrinsic
-    def sums(typing_context, codes, first, last, planes, aux, to, ahead):
+    def sums(typing_context, codes, first, last, planes, aux, to, soon, later, then):
         def panel(e: Codes, number: int, arguments: Any) -> None:
             """One of ``panels``."""
             builder = e.builder
             columns, begin = every[number]
             following = next((c for c, head in every[number + 1 :] if head == 0), range(0))
-            codes, first, last, planes, aux, to, ahead = arguments
+            codes, first, last, planes, aux, to, *ahead, then = arguments
+            done = [
+                sum(lines) * vectors * LINE for lines in zip((0, 0), *shares[:number], strict=True)
+            ]
+            ahead = [e.add(address, more) for address, more in zip(ahead, done, strict=True)]
             heads, k = range(begin, min(group, begin + _HEADS)), columns[0] * LANES // block
             keys = [(p, g, c) for p in range(count) for g in heads for c in columns]
             kept = {key: cgutils.alloca_once_value(builder, e.ints(0)) for key in keys}
             with e.loop(builder.sub(last, first)) as j:
                 v = e.add(first, j)
-                asked = sum(shares[:number]) * vectors * LINE
-                e.ask(e.add(ahead, e.add(e.times(j, shares[number] * LINE), asked)), shares[number])
-                for c in following if begin == 0 and bits == _AGAIN else ():
+                e.ask(e.behind(ahead, j, shares[number]), shares[number])
+                for c in following if begin == 0 else ():
                     e.prefetch(e.add(codes, e.add(e.times(v, LINE), c * tile)), near=True)
+                for n in range(next_lines if number == len(every) - 1 else 0):
+                    at = e.add(then, e.times(v, next_lines * LINE))
+                    e.prefetch(e.add(at, n * LINE), near=True)
                 now = {key: builder.load(place) for key, place in kept.items()}
                 parts = {}
                 for c in columns:
@@ -267,14 +290,12 @@ def make_sums(
             for g in heads:
                 line = e.add(aux, (1 + k * 3) * LINE + 4 * g)
                 shrink, unit = e.load_all(e.add(aux, 4 * g)), e.load_all(line)
-                correction = e.integer(e.add(line, LINE))
-                middle = e.load_all(e.add(line, 2 * LINE))
+                offset = e.load_all(e.add(line, LINE))
                 for c in columns:
                     totals = [builder.load(kept[p, g, c]) for p in range(count)]
-                    x = e.centered(totals, correction, bool(center2 % 2))
                     place = e.add(to, (g * size + c * LANES) * 4)
-                    x = e.fma(e.load(place), shrink, e.fma(x, unit, middle))
-                    e.store(x, place)
+                    x = e.of_integers(totals, unit, offset)
+                    e.store(e.fma(e.load(place), shrink, x), place)
 
         def generate(context, builder, signature, arguments):
             e = Codes(builder, count)
@@ -282,6 +303,6 @@ def make_sums(
                 panel(e, number, arguments)
             return context.get_dummy_value()
 
-        return types.void(_I, _I, _I, _I, _I, _I, _I), generate
+        return types.void(*[_I] * 9), generate
 
     return sums

@@ -34,25 +34,34 @@ TOKENS = LINE if packs(PAGE) else 16  # that weights are made for at once
 SCORES = PAGE * GROUP * 4
 VALUE_PLANES = VALUE_BLOCKS * PLANES * GROUP * PAGE
 VALUE_AUX = (1 + 3 * VALUE_BLOCKS) * LINE
-SCRATCH = KEY_PLANES + KEY_AUX + SCORES + VALUE_PLANES + VALUE_AUX + SIZE * 4 + LINE
+READY = 2 * VALUE_BLOCKS * PAGE * 4
+SCRATCH = KEY_PLANES + KEY_AUX + SCORES + VALUE_PLANES + VALUE_AUX + READY + SIZE * 4 + LINE
 PREPARED = KEY_PLANES + KEY_AUX + LINE
 
-# What is read soon is asked for by scores and weights, what is read later by weights and sums: with
-# 8 bits V of this page and K of the next, else K and V of the next, which arithmetic leaves time to
-# arrive. KEY_ASKS and WEIGHT_ASKS are lines for each tile, VALUE_ASKS in all.
+# With 8 bits V of this page is read soon and K of the next later, and V is asked for first. Else K
+# and V of the next page are asked for in turn, as arithmetic leaves them time to arrive. Each
+# part asks for about as much as arrives while it lasts: *_ASKS are lines of both, of a fold, of a
+# tile of scores, of a tile of weights, and of all sums.
 KEY_SCALES = -(-PAGE // RUN) * SIZE if RUN else PAGE * -(-SIZE // K)
-SCALES = 2 * (1 + AFFINE) * max(KEY_SCALES, PAGE * VALUE_BLOCKS)  # bytes
-LINES = -(-(PAGE * SIZE * BITS // 8 + SCALES) // LINE)
+HALVES = 2 * (1 + AFFINE)  # bytes of a scale and its midpoint
+LINES = -(-(PAGE * SIZE * BITS // 8 + HALVES * max(KEY_SCALES, PAGE * VALUE_BLOCKS)) // LINE)
 TILES = PAGE // 16
-FIRST = 7 / 8 if BITS == 8 else 2 / 3  # of what is read soon: asked for by scores
-KEY_ASKS = math.ceil(FIRST * LINES / TILES)
-WEIGHT_ASKS = max(0, -(-(LINES - KEY_ASKS * TILES) // TILES))
-VALUE_ASKS = LINES - WEIGHT_ASKS * TILES
+FOLDS = -(-PAGE // RUN) if RUN else 0
+if BITS == 8:
+    KEY_LINES = math.ceil(7 / 8 * LINES / TILES)
+    LEFT = max(0, -(-(LINES - KEY_LINES * TILES) // TILES))
+    FOLD_ASKS, KEY_ASKS, WEIGHT_ASKS = (0, 0), (KEY_LINES, 0), (LEFT, LEFT)
+    VALUE_ASKS = 0, LINES - LEFT * TILES
+else:
+    FOLD_LINES, KEY_LINES, LEFT = LINES // 18, LINES // (3 * TILES), LINES // (9 * TILES)
+    FOLD_ASKS, KEY_ASKS, WEIGHT_ASKS = (FOLD_LINES,) * 2, (KEY_LINES,) * 2, (LEFT,) * 2
+    VALUE_ASKS = (LINES - FOLD_LINES * FOLDS - (KEY_LINES + LEFT) * TILES,) * 2
+NEAR = (HALVES * KEY_SCALES + 4 * SIZE * BITS) // LINE  # lines: scales of K, and two tiles
 
-fold = make_fold(SIZE, GROUP, KEY_BLOCK, CENTER, RUN > 0)
+fold = make_fold(SIZE, GROUP, KEY_BLOCK, CENTER, RUN > 0, FOLD_ASKS)
 scores = make_scores(BITS, SIZE, GROUP, KEY_BLOCK, CENTER, RUN > 0, AFFINE, KEY_ASKS)
 weights = make_weights(SIZE, GROUP, V, CENTER, AFFINE, PAGE, PLANES, WEIGHT_ASKS)
-sums = make_sums(BITS, SIZE, GROUP, V, CENTER, PAGE, PLANES, VALUE_ASKS)
+sums = make_sums(BITS, SIZE, GROUP, V, CENTER, PAGE, PLANES, VALUE_ASKS, NEAR)
 
 
 @njit
@@ -74,6 +83,12 @@ def _adjust(x, key, to, tiles, offsets):
             s[i] = softcap * np.float32(math.tanh(s[i] / softcap))
 
 
+@njit
+def _behind(soon, later, count, asks):
+    """What follows on the lines that so many parts ask for."""
+    return soon + count * asks[0] * LINE, later + count * asks[1] * LINE
+
+
 @kernel(KERNEL)
 def attend(task):
     """See ``pages_task``. All rows see the same tokens; their number is GROUP."""
@@ -86,7 +101,8 @@ def attend(task):
     results = space + KEY_PLANES + KEY_AUX
     value_planes = results + SCORES
     value_aux = value_planes + VALUE_PLANES
-    offsets = value_aux + VALUE_AUX
+    ready = value_aux + VALUE_AUX
+    offsets = ready + READY
     queries = x.rotated if key.rotation else x.queries
     next_key, next_value = (x.next, x.next_value) if x.next else (x.key, x.value)
     soon, later = (x.value, next_key) if BITS == 8 else (next_key, next_value)
@@ -97,24 +113,31 @@ def attend(task):
         step = RUN // 16
         for g in range(begin // step, (end + step - 1) // step):
             scales = x.key + g * key.step
-            fold(queries, scales, scales + key.midpoint, planes, aux)
             low, high = max(begin, g * step), min(end, (g + 1) * step)
-            codes, ahead = x.key + key.codes + low * tile, soon + low * KEY_ASKS * LINE
-            to = results + (low - begin) * GROUP * LINE
-            scores(codes, high - low, 0, 0, 0, planes, aux, to, ahead)
+            first, second = _behind(soon, later, g, FOLD_ASKS)
+            first, second = _behind(first, second, low, KEY_ASKS)
+            fold(queries, scales, scales + key.midpoint, planes, aux, first, second)
+            first, second = _behind(first, second, 1, FOLD_ASKS)
+            codes, to = x.key + key.codes + low * tile, results + (low - begin) * GROUP * LINE
+            scores(codes, high - low, 0, 0, 0, planes, aux, to, first, second)
     else:
         if x.fresh:
-            fold(queries, 0, 0, planes, aux)
+            fold(queries, 0, 0, planes, aux, 0, 0)
         codes, scales = x.key + key.codes + begin * tile, x.key + 32 * begin
-        scores(codes, end - begin, scales, key.step, key.midpoint, planes, aux, results, soon)
+        scores(
+            codes, end - begin, scales, key.step, key.midpoint, planes, aux, results, soon, later
+        )
     if key.offsets or x.softcap:
         _adjust(x, key, results, end - begin, offsets)
+    soon, later = _behind(soon, later, FOLDS, FOLD_ASKS)
+    soon, later = _behind(soon, later, TILES, KEY_ASKS)
     first, last = x.first - 16 * begin, x.last - 16 * begin
     scales = x.value + 32 * begin
     weights(
         results, end - begin, first, last, x.states, scales, value.step, value.midpoint,
-        value_planes + 16 * begin, value_aux, soon + KEY_ASKS * TILES * LINE, later,
+        ready, value_planes + 16 * begin, value_aux, soon, later,
     )  # fmt: skip
+    soon, later = _behind(soon, later, TILES, WEIGHT_ASKS)
     low, high = begin * 4 // FIELDS, end * 4 // FIELDS  # a vector has 4 * FIELDS tokens
-    ahead = later + WEIGHT_ASKS * TILES * LINE
-    sums(x.value + value.codes, low, high, value_planes, value_aux, x.sums, ahead)
+    codes = x.value + value.codes
+    sums(codes, low, high, value_planes, value_aux, x.sums, soon, later, next_key)
