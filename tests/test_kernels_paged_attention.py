@@ -150,6 +150,19 @@ def test_outliers_cost_no_more_than_the_stated_error(name):
     check(table.attend(q, [np.arange(8)], [length]), expected, fast_tolerance(name))
 
 
+@pytest.mark.parametrize("factors", [(0, 1, 1e4), (1e4, 0, 1), (1, 1e-4, 0)], ids=str)
+@pytest.mark.parametrize("name", ["INT8", "INT4", "INT4T", "INT2"])
+def test_values_of_one_page_may_be_zeros_and_those_of_another_large(name, factors):
+    rng = np.random.default_rng(12)
+    table = Table((2, 2, 64, 64), [name] * 3, [formats.BUILTIN[name]])
+    x = rng.standard_normal((2, 2, 180, 64)).astype(np.float32)
+    x[1] *= np.repeat(np.float32(factors), 64)[:180, np.newaxis]
+    table.write([np.arange(3)], x, 0)
+    q = queries(rng, 1, 8, 1, 64)
+    found = table.attend(q, [np.arange(3)], [180])
+    check(found, oracle(table, q, [np.arange(3)], [180]), fast_tolerance(name))
+
+
 @pytest.mark.parametrize("shape", [(4, 64, 64), (3, 128, 128), (1, 32, 96)], ids=str)
 @pytest.mark.parametrize("name", ["INT4", "INT4T", "INT2"])
 def test_weights_of_8_bits_cost_the_error_that_is_stated(name, shape):
