@@ -20,10 +20,10 @@ from pathlib import Path
 HERE = Path(__file__).parent
 FOLDER = HERE.parent / "build" / "benchmarks"
 PICTURES = HERE.parent / "docs" / "pictures"
-SHAPES = "--shapes 128x4 64x3 --cache float32 float16 bfloat16 INT8 FP8_E4M3 INT4"
+SHAPES = "--shapes 128x4 64x3 --cache float32 float16 bfloat16 INT8 FP8_E4M3 FP8_E5M2 INT4"
 PIECES = {
     "attention": "attention.py",
-    "attention-shapes": f"attention.py --rounds 9 {SHAPES}",
+    "attention-shapes": f"attention.py --no-peers {SHAPES}",
     "prefill": "prefill.py",
     "capacity": "capacity.py",
     "quantize": "quantize.py",
