@@ -65,12 +65,8 @@ class _Layer(layer.Layer):
         arrays: list[Any] = [None if place is None else slots[place] for place in places]
         query, key, value, keys, values, last, total, cosines, sines, positions, output = arrays
         batch, tokens = query.shape[:2]
-        if found is None or (last.dtype, total.dtype, last.size, total.size) != (
-            _INT32,
-            _INT32,
-            batch,
-            1,
-        ):
+        given = last.dtype, total.dtype, last.size, total.size
+        if found is None or given != (_INT32, _INT32, batch, 1):
             return None
         if positions is not None and (
             positions.dtype != INT64 or positions.shape != (batch, tokens)

@@ -80,7 +80,6 @@ class _Layer(layer.Layer):
         arrays = [slots[place] for place in places]
         if found is None:
             return None
-        ids, values = arrays[IDS], arrays[VALUES]
         if any(arrays[k].dtype != INT64 for k in (IDS, POSITIONS, LENGTHS)):
             return None
         ids, values, query = arrays[IDS], arrays[VALUES], arrays[QUERY]
