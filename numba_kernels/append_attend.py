@@ -14,8 +14,9 @@ import numpy as np
 from numba import carray, njit
 
 from onnx_inplace.numba_kernels.floats import int64_at
+from onnx_inplace.numba_kernels.foreign import Sharing, share, sharing_of, splits_of
 from onnx_inplace.numba_kernels.invoke import call_kernel
-from onnx_inplace.numba_kernels.memory import copy, load_int64, on_demand, store_int64
+from onnx_inplace.numba_kernels.memory import copy, kernel, load_int64, on_demand, store_int64
 from onnx_inplace.numba_kernels.objects import (
     EXPECTED,
     LIST,
@@ -53,19 +54,19 @@ class Attention(NamedTuple):
     key: int  # which write is that of keys, 0 or 1
     batch: int  # lengths
     capacity: int  # [tokens]: no length is longer
-    most: int  # [tokens]: a longer call is left to the caller
 
 
 _WRITE = len(Write._fields)
 _WRITES = _ARRAYS * EXPECTED
 _ATTENTION = _WRITES + 2 * _WRITE
+_SHARING = _ATTENTION + len(Attention._fields)
 
 
 def table(
-    arrays: Sequence[Expected], writes: Sequence[Write], attention: Attention
+    arrays: Sequence[Expected], writes: Sequence[Write], attention: Attention, sharing: Sharing
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
     """``table`` of :data:`append_and_attend`: nine arrays and two writes."""
-    rows: list[tuple[int, ...]] = [*arrays, *writes, attention]
+    rows: list[tuple[int, ...]] = [*arrays, *writes, attention, sharing]
     return np.array([number for row in rows for number in row], np.int64)
 
 
@@ -77,8 +78,8 @@ def _write(at):
 
 @njit
 def _attention(at):
-    n = carray(int64_at(at), (7,))
-    return Attention(n[0], n[1], n[2], n[3], n[4], n[5], n[6])
+    n = carray(int64_at(at), (6,))
+    return Attention(n[0], n[1], n[2], n[3], n[4], n[5])
 
 
 @njit
@@ -102,21 +103,8 @@ def _update(x, cache, values, positions):
 
 
 # With the GIL, but for copies and the kernel: nobody changes or frees an array while it is judged.
-@on_demand("int64(int64,int64,int64)", nogil=False)
-def append_and_attend(slots, table, space):
-    """Write keys and values into their caches, then attend; only if all is as expected.
-
-    Args:
-        slots: ``id`` of a list, whose items nobody changes meanwhile.
-        table: address of what is expected, see :func:`table`.
-        space: ``id(...) + FIELD`` of workspace for the kernel; its first int64 become 0 and 1.
-
-    Danger: places are in the list, sizes of writes and the Layout belong to the shapes that are
-        expected, and new keys and values do not overlap caches.
-
-    Returns:
-        ``REFUSED``, ``WRITTEN`` or ``DONE``.
-    """
+@njit
+def _call(slots, table, space, team):
     items, x = load_int64(slots + LIST), _attention(table + 8 * _ATTENTION)
     space = load_int64(space)
     if not as_expected(items, table, _ARRAYS, x.kind):
@@ -138,11 +126,42 @@ def append_and_attend(slots, table, space):
     state = let_go()
     _update(first, cache, new, positions)
     _update(second, other, newer, others)
-    done = WRITTEN
-    if longest <= x.most:
-        store_int64(space, 0)  # items that are done
-        store_int64(space + 8, 1)  # splits
-        call_kernel(x.kernel, (x.layout, query, key, value, output, lengths, 0, 0, space, 0, 1))
+    s, done = sharing_of(table + 8 * _SHARING), WRITTEN
+    places = x.layout, query, key, value, output, lengths, 0, 0, space
+    store_int64(space, 0)  # items that are done
+    store_int64(space + 8, 1)  # splits
+    if longest <= s.most:
+        call_kernel(x.kernel, (*places, 0, 1))
         done = DONE
+    elif team != 0:
+        store_int64(space + 8, splits_of(s, longest))
+        if share(team, s, x.kernel, places):
+            if s.merge != 0:
+                call_kernel(s.merge, (*places, 0, s.workers))
+            done = DONE
     take_back(state)
     return done
+
+
+@on_demand("int64(int64,int64,int64)", nogil=False)
+def append_and_attend(slots, table, space):
+    """Write keys and values into their caches, then attend; only if all is as expected.
+
+    Args:
+        slots: ``id`` of a list, whose items nobody changes meanwhile.
+        table: address of what is expected, see :func:`table`.
+        space: ``id(...) + FIELD`` of workspace for the kernel; its first int64 become 0 and 1.
+
+    Danger: places are in the list, sizes of writes and the Layout belong to the shapes that are
+        expected, and new keys and values do not overlap caches.
+
+    Returns:
+        ``REFUSED``, ``WRITTEN`` or ``DONE``.
+    """
+    return _call(slots, table, space, 0)
+
+
+@kernel("int64(int64,int64,int64,int64)")
+def called(slots, table, space, team):
+    """The same for a library that calls it, with its threads: ``team`` is a ``foreign.Team``."""
+    return _call(slots, table, space, team)

@@ -15,7 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from onnx_inplace.numba_kernels.append_attend import DONE
-from onnx_inplace.numba_kernels.foreign import Functions, call_2, call_3, call_5
+from onnx_inplace.numba_kernels.foreign import Functions, Team, call_2, call_3, call_4, call_5
 from onnx_inplace.numba_kernels.memory import kernel, load_int64, store_int64
 
 _INT = ir.IntType(64)
@@ -56,21 +56,22 @@ class Layer(enum.IntEnum):
     """Words of a compiled call, int64."""
 
     CALL = 0
-    """Address of a C function, int64(int64 slots, int64 table, int64 space): one of
-    ``append_attend`` or of its like for pages."""
+    """Address of a C function of four int64: ``called`` of ``append_attend`` or of its like."""
     TABLE = 1
     """What it takes."""
     SPACE = 2
     """What it takes."""
     RESULT = 3
-    """What it has returned."""
+    """Where what it returns is written: address of an int64."""
     INPUTS = 4
     """Tensors that go in, the token among them."""
     OUTPUTS = 5
     """Tensors that come out, likewise."""
     SHAPES = 6
     """Address of their shapes, see ``foreign.provide``."""
-    PLACES = 7
+    TEAM = 7
+    """What it takes: address of a ``foreign.Team``."""
+    PLACES = 8
     """Where the elements of tensors have to be, inputs before outputs, without the token."""
 
 
@@ -170,13 +171,15 @@ def _compiled(functions, context, layer, run):
         return False
     if not _come_there(functions, context, layer, run):
         return False
+    team = load_int64(layer + 8 * Layer.TEAM)
+    store_int64(team + 8 * Team.CONTEXT, context)
     arguments = (
         load_int64(run + 8 * Run.SLOTS), load_int64(layer + 8 * Layer.TABLE),
-        load_int64(layer + 8 * Layer.SPACE),
+        load_int64(layer + 8 * Layer.SPACE), team,
     )  # fmt: skip
     state = _take_gil()
-    found = call_3(load_int64(layer + 8 * Layer.CALL), arguments)
-    store_int64(layer + 8 * Layer.RESULT, found)
+    found = call_4(load_int64(layer + 8 * Layer.CALL), arguments)
+    store_int64(load_int64(layer + 8 * Layer.RESULT), found)
     _leave_gil(state)
     return found & _STEPS == DONE
 

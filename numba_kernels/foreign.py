@@ -6,11 +6,13 @@ The library offers C functions; each returns 0, or the address of something that
 from __future__ import annotations
 
 import enum
+from typing import NamedTuple
 
 from llvmlite import ir
-from numba import types
+from numba import carray, njit, types
 from numba.extending import intrinsic
 
+from onnx_inplace.numba_kernels.floats import int64_at
 from onnx_inplace.numba_kernels.memory import kernel, load_int64, on_demand, store_int64
 from onnx_inplace.numba_kernels.team import work
 
@@ -40,6 +42,38 @@ class Job(enum.IntEnum):
     END = 11
 
 
+class Team(enum.IntEnum):
+    """Places of what a compiled call needs to use the library's threads, in int64."""
+
+    FUNCTIONS = 0
+    """Address of a table, see ``Functions``."""
+    CONTEXT = 1
+    """Of the call that is in progress."""
+    PART = 2
+    """Address of :func:`part`."""
+    JOB = 3
+    """The job, see ``Job``."""
+    END = JOB + Job.END
+
+
+class Sharing(NamedTuple):
+    """How a compiled call shares out long sequences, int64.
+
+    Attributes:
+        most: [tokens] of a sequence that one thread takes alone, without splits.
+        shortest: [tokens] of a split.
+        splits: at most.
+        workers: threads.
+        merge: address of the kernel that joins splits; 0: there is none.
+    """
+
+    most: int
+    shortest: int
+    splits: int
+    workers: int
+    merge: int
+
+
 def _caller(count):
     """An intrinsic ``call(function, arguments)`` of a C function with ``count`` integers."""
 
@@ -55,7 +89,7 @@ def _caller(count):
     return call
 
 
-call_2, call_3, call_5 = (_caller(count) for count in (2, 3, 5))
+call_2, call_3, call_4, call_5 = (_caller(count) for count in (2, 3, 4, 5))
 
 
 @on_demand("int64(int64,int64,int64,int64)")
@@ -109,6 +143,37 @@ def provide(functions, context, count, shapes, places, token):
 def part(job, worker):
     """Run the kernel of a ``Job`` as one of its workers."""
     work(job, worker, load_int64(job + 8 * Job.WORKERS))
+
+
+@njit
+def sharing_of(at):
+    """The ``Sharing`` at an address."""
+    n = carray(int64_at(at), (5,))
+    return Sharing(n[0], n[1], n[2], n[3], n[4])
+
+
+@njit
+def share(team, x, function, places):
+    """Run a kernel on threads of the library as each of ``x.workers``; whether it has been run.
+
+    ``places``: its arguments up to the workspace.
+    """
+    job = team + 8 * Team.JOB
+    store_int64(job, function)
+    for k in range(9):
+        store_int64(job + 8 * (k + 1), places[k])
+    store_int64(job + 8 * Job.WORKERS, x.workers)
+    functions, context = (
+        load_int64(team + 8 * Team.FUNCTIONS), load_int64(team + 8 * Team.CONTEXT),
+    )  # fmt: skip
+    run, part_ = load_int64(functions + 8 * Functions.LOOP), load_int64(team + 8 * Team.PART)
+    return call_5(run, (context, part_, x.workers, x.workers, job)) == 0
+
+
+@njit
+def splits_of(x, longest):
+    """Into how many parts the longest of the sequences is split; see ``Sharing``."""
+    return max(1, min(longest // x.shortest, x.splits))
 
 
 @on_demand("int64(int64,int64,int64,int64)")

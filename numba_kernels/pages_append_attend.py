@@ -16,8 +16,9 @@ from numba import carray, njit
 from onnx_inplace.numba_kernels import pages_call
 from onnx_inplace.numba_kernels.append_attend import DONE, REFUSED, WRITTEN
 from onnx_inplace.numba_kernels.floats import int32_at, int64_at
+from onnx_inplace.numba_kernels.foreign import Sharing, share, sharing_of, splits_of
 from onnx_inplace.numba_kernels.invoke import call_kernel
-from onnx_inplace.numba_kernels.memory import load_int64, on_demand
+from onnx_inplace.numba_kernels.memory import kernel, load_int64, on_demand
 from onnx_inplace.numba_kernels.objects import (
     EXPECTED,
     LIST,
@@ -56,7 +57,6 @@ class Layer(NamedTuple):
     page_size: int  # [tokens]
     tokens: int  # that are written
     reach: int  # tokens before a length that attention reads; -1: all
-    most: int  # [tokens]: attention over a longer sequence is left to the caller
     writer: int  # address of ``pages.writer``
     values: int  # address of ``pages.Values``
     kernel: int  # address of ``pages_attention.attend``
@@ -66,13 +66,14 @@ class Layer(NamedTuple):
 
 _WHERE = _ARRAYS * EXPECTED
 _LAYER = _WHERE + len(Where._fields)
+_SHARING = _LAYER + len(Layer._fields)
 
 
 def table(
-    arrays: Sequence[Expected], where: Where, layer: Layer
+    arrays: Sequence[Expected], where: Where, layer: Layer, sharing: Sharing
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
     """``table`` of :data:`append_and_attend`: six arrays."""
-    rows: list[tuple[int, ...]] = [*arrays, where, layer]
+    rows: list[tuple[int, ...]] = [*arrays, where, layer, sharing]
     return np.array([number for row in rows for number in row], np.int64)
 
 
@@ -84,8 +85,8 @@ def _where(at):
 
 @njit
 def _layer(at):
-    n = carray(int64_at(at), (12,))
-    return Layer(n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10], n[11])
+    n = carray(int64_at(at), (11,))
+    return Layer(n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10])
 
 
 @njit
@@ -160,21 +161,8 @@ def _longest(x, at, ids, positions, lengths):
 
 
 # With the GIL, but for pages and the kernel: nobody changes or frees an array while it is judged.
-@on_demand("int64(int64,int64,int64)", nogil=False)
-def append_and_attend(slots, table, space):
-    """Write tokens into their pages, then attend; only if all is as expected.
-
-    Args:
-        slots: ``id`` of a list, whose items nobody changes meanwhile.
-        table: address of what is expected, see :func:`table`.
-        space: ``id(...) + FIELD`` of workspace of writing and of attention.
-
-    Danger: places are in the list, Values and PagesLayout belong to the shapes that are expected,
-        and ``Where`` to tables that nobody changes meanwhile.
-
-    Returns:
-        ``REFUSED``, ``WRITTEN`` or ``DONE``; and ``CLIPPED`` times the numbers that were clipped.
-    """
+@njit
+def _call(slots, table, space, team):
     items, x = load_int64(slots + LIST), _layer(table + 8 * _LAYER)
     at, space = _where(table + 8 * _WHERE), load_int64(space)
     if not as_expected(items, table, _ARRAYS, x.kind):
@@ -191,12 +179,43 @@ def append_and_attend(slots, table, space):
     state = let_go()
     tables = at.descriptions, x.values, values, at.addresses, at.formats, at.fills
     clipped = call_writer(x.writer, (*tables, ids, positions, space))
-    done = WRITTEN
-    if longest <= x.most:
+    s, done = sharing_of(table + 8 * _SHARING), WRITTEN
+    if longest <= s.most or team != 0:
+        splits = 1 if longest <= s.most else splits_of(s, longest)
         begun = pages_call.prepare(
-            at.addresses, at.formats, at.descriptions, x.kernels, ids, space, 1
+            at.addresses, at.formats, at.descriptions, x.kernels, ids, space, splits
         )
-        call_kernel(x.kernel, (x.layout, query, begun, 0, output, lengths, 0, 0, space, 0, 1))
-        done = DONE
+        places = x.layout, query, begun, 0, output, lengths, 0, 0, space
+        if longest <= s.most:
+            call_kernel(x.kernel, (*places, 0, 1))
+            done = DONE
+        elif share(team, s, x.kernel, places):
+            if splits > 1:
+                call_kernel(s.merge, (*places, 0, s.workers))
+            done = DONE
     take_back(state)
     return clipped * CLIPPED + done
+
+
+@on_demand("int64(int64,int64,int64)", nogil=False)
+def append_and_attend(slots, table, space):
+    """Write tokens into their pages, then attend; only if all is as expected.
+
+    Args:
+        slots: ``id`` of a list, whose items nobody changes meanwhile.
+        table: address of what is expected, see :func:`table`.
+        space: ``id(...) + FIELD`` of workspace of writing and of attention.
+
+    Danger: places are in the list, Values and PagesLayout belong to the shapes that are expected,
+        and ``Where`` to tables that nobody changes meanwhile.
+
+    Returns:
+        ``REFUSED``, ``WRITTEN`` or ``DONE``; and ``CLIPPED`` times the numbers that were clipped.
+    """
+    return _call(slots, table, space, 0)
+
+
+@kernel("int64(int64,int64,int64,int64)")
+def called(slots, table, space, team):
+    """The same for a library that calls it, with its threads: ``team`` is a ``foreign.Team``."""
+    return _call(slots, table, space, team)

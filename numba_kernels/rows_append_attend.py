@@ -15,7 +15,7 @@ from numba import carray, njit
 from onnx_inplace.numba_kernels.append_attend import DONE, REFUSED
 from onnx_inplace.numba_kernels.floats import int32_at, int64_at
 from onnx_inplace.numba_kernels.invoke import call_kernel
-from onnx_inplace.numba_kernels.memory import load_int64, on_demand, store_int64
+from onnx_inplace.numba_kernels.memory import kernel, load_int64, on_demand, store_int64
 from onnx_inplace.numba_kernels.objects import (
     EXPECTED,
     LIST,
@@ -107,21 +107,8 @@ def _data(items, table, k):
 
 
 # With the GIL, but for rows and the kernel: nobody changes or frees an array while it is judged.
-@on_demand("int64(int64,int64,int64)", nogil=False)
-def append_and_attend(slots, table, space):
-    """Put keys and values into their caches, then attend; only if all is as expected.
-
-    Args:
-        slots: ``id`` of a list, whose items nobody changes meanwhile.
-        table: address of what is expected, see :func:`table`.
-        space: ``id(...) + FIELD`` of workspace.
-
-    Danger: places are in the list, the layouts belong to the shapes that are expected, and new
-        keys and values do not overlap caches.
-
-    Returns:
-        ``REFUSED`` or ``DONE``.
-    """
+@njit
+def _call(slots, table, space):
     items, x = load_int64(slots + LIST), _layer(table + 8 * _LAYER)
     space = load_int64(space)
     if not as_expected(items, table, _ARRAYS, x.kind):
@@ -152,3 +139,27 @@ def append_and_attend(slots, table, space):
     call_kernel(x.kernel, (x.layout, query, keys, values, output, lengths, 0, 0, space, 0, 1))
     take_back(state)
     return DONE
+
+
+@on_demand("int64(int64,int64,int64)", nogil=False)
+def append_and_attend(slots, table, space):
+    """Put keys and values into their caches, then attend; only if all is as expected.
+
+    Args:
+        slots: ``id`` of a list, whose items nobody changes meanwhile.
+        table: address of what is expected, see :func:`table`.
+        space: ``id(...) + FIELD`` of workspace.
+
+    Danger: places are in the list, the layouts belong to the shapes that are expected, and new
+        keys and values do not overlap caches.
+
+    Returns:
+        ``REFUSED`` or ``DONE``.
+    """
+    return _call(slots, table, space)
+
+
+@kernel("int64(int64,int64,int64,int64)")
+def called(slots, table, space, team):
+    """The same for a library that calls it; on one thread."""
+    return _call(slots, table, space)

@@ -22,6 +22,7 @@ from onnx_inplace.numba_kernels import (
     attention,
     decode,
     floats,
+    foreign,
     invoke,
     layout,
     prefill,
@@ -42,6 +43,9 @@ KINDS: dict[np.dtype[Any], int] = {
 PARALLEL = 1 << 21
 """Products of elements from which a second thread pays, that sleeps before: 3,600 tokens of 9 heads
 of 64, 500 of 32 heads of 128 (``benchmarks/crossover.py``)."""
+
+SHARED = 1 << 19
+"""Products from which work is shared out: here a thread pays that is awake."""
 
 SHORTEST_SPLIT = 256  # tokens
 
@@ -157,20 +161,20 @@ def facts(p: Problem) -> Array:
     return np.array(layout.Layout(*numbers), np.int64)
 
 
-class Alone(NamedTuple):
-    """A call on one thread, for :data:`invoke.invoke`.
+class Plain(NamedTuple):
+    """A call without mask and sinks, for who makes it without Python: see ``invoke.invoke``.
 
     Attributes:
         kernel: its address.
         layout: address of the Layout, which the call owns.
-        space: bytes of workspace; its first two int64 are 0 and 1.
-        most: longest of the lengths [tokens] that one thread is to take.
+        space: bytes of workspace; its first two int64 are 0 and the number of splits.
+        sharing: which sequences are split, and who works on them.
     """
 
     kernel: int
     layout: int
     space: int
-    most: int
+    sharing: foreign.Sharing
 
 
 class Call:
@@ -185,7 +189,10 @@ class Call:
         self._kernels, self._serial = kernels, kernels.serial
         self._serial_arrays = kernels.serial_arrays
         self._products = p.batch * p.heads * p.tokens * p.head_size
-        self._long = PARALLEL // max(self._products, 1) if kernels.threads > 1 else p.capacity
+        self._shared, self._long = (
+            least // max(self._products, 1) if kernels.threads > 1 else p.capacity
+            for least in (SHARED, PARALLEL)
+        )
         fits = kernels.shape.fits(p)
         self._decode = kernels.decode if fits and p.tokens == 1 else None
         self._prefill = kernels.prefill if fits else None
@@ -216,12 +223,16 @@ class Call:
         p = self.problem
         longest = longest_length(root, lengths, p.batch, p.capacity)
         places = self._layout_address, query, key, value, output, address(lengths), mask, sinks
-        if longest <= self._long:
+        if longest <= self._shared:
             self._run(places, 1, 1)
             return
-        # As many splits on one thread as on several: which it is, is decided by the clock, and
-        # results must not depend on it.
-        splits, parallel = self._splits(longest), self._policy.parallel()
+        # As many splits on one thread as on several: which it is, is decided by the clock and by
+        # whose threads they are, and results must not depend on it.
+        splits = self._splits(longest)
+        if team.borrows() or longest <= self._long:
+            self._run(places, splits, self._kernels.threads if team.borrows() else 1)
+            return
+        parallel = self._policy.parallel()
         start = time.perf_counter()
         self._run(places, splits, self._kernels.threads if parallel else 1)
         took = self._policy.parallel_took if parallel else self._policy.serial_took
@@ -240,7 +251,7 @@ class Call:
         if lengths is None:
             lengths = self._all
         p = self.problem
-        if longest_length(root, lengths, p.batch, p.capacity) > self._long:
+        if longest_length(root, lengths, p.batch, p.capacity) > self._shared:
             at = address(query), address(key), address(value), address(output)
             self(*at, lengths, root)
             return
@@ -257,10 +268,13 @@ class Call:
         )
 
     @property
-    def alone(self) -> Alone:
-        """What a call without mask and sinks on one thread is, for who makes it without Python."""
-        space = 8 * self._workspace
-        return Alone(self._kernel, self._layout_address, space, self._long)
+    def plain(self) -> Plain:
+        """What a call without mask and sinks is."""
+        workers, splits = self._kernels.threads, self._splits(self.problem.capacity)
+        space = 8 * max(self._workspace, self._words(workers, splits))
+        sizes = self._shared, SHORTEST_SPLIT, splits, workers
+        sharing = foreign.Sharing(*sizes, self._merge)
+        return Plain(self._kernel, self._layout_address, space, sharing)
 
     def _words(self, workers: int, splits: int) -> int:
         """Workspace in int64."""

@@ -17,6 +17,8 @@ from onnx_inplace.numba_kernels.foreign import Functions as Places
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner.actions import Action, Array, DType, Slots
 from onnx_inplace.runner.frames import Frame
+from onnx_inplace.runner.joined_compiled import Compiled
+from onnx_inplace.runner.layers import LayerAction
 from onnx_inplace.runner.native import session
 from onnx_inplace.runner.native.functions import Functions
 
@@ -82,6 +84,9 @@ class Prepared:
         made = {slot for step in call.steps for slot in joining.makes(step)}
         passing = {slot for slot in made if joining.is_own(plan, slot)}
         self._end = [*passing.union(self._slots)]  # slots whose values end with the call
+        self._layer = action if isinstance(action, LayerAction) else None
+        self._compiled: Compiled | None = None
+        self._places: tuple[int, ...] | None = None  # of the last run
         self._arrays: dict[tuple[int, ...], list[Array]] = {}
         self._known = all(port.fixed and port.slot in frame.shapes for port in ports)
         if self._known:
@@ -108,12 +113,44 @@ class Prepared:
             slots[slot] = array
         try:
             self._action(slots)
-            for slot, array in zip(self._results, arrays[len(self._inputs) :], strict=True):
-                if slots[slot] is not array:
-                    _put(array, slots[slot])
+            self._hand_over(slots, arrays)
         finally:
             for slot in self._end:
                 slots[slot] = None
+        self._places = places
+
+    def end(self, slots: Slots, result: int) -> None:
+        """Do what a compiled call has left; ``result`` is what it has said."""
+        assert self._layer is not None
+        arrays = [slots[slot] for slot in self._slots]
+        self._layer.end(slots, result)
+        self._hand_over(slots, arrays)
+
+    def _hand_over(self, slots: Slots, arrays: Sequence[Array]) -> None:
+        """Let the library have the results of steps that made arrays of their own."""
+        for slot, array in zip(self._results, arrays[len(self._inputs) :], strict=True):
+            if slots[slot] is not array:
+                _put(array, slots[slot])
+
+    def compile(self, result: Array) -> Compiled | None:
+        """What does the steps without Python, from the next run on, while tensors stay in place.
+
+        ``result``: int64, of which the first item is where that writes what it has done.
+        """
+        layer, template = self._layer, self._frame.template
+        if layer is None or layer.prepared is None or self._places is None:
+            return None
+        if any(template[old] is None for _, old in layer.written):
+            return None
+        if self._compiled is None or not self._compiled.serves(self._places):
+            places, inputs = self._places, len(self._inputs)
+            sizes = places, inputs, self._shapes, address(result)
+            self._compiled = Compiled(self._tensors.at, layer, *sizes)
+            for slot, array in zip(self._slots, self._arrays[places], strict=True):
+                template[slot] = array
+            for new, old in layer.written:
+                template[new] = template[old]
+        return self._compiled
 
     def _views(self, places: tuple[int, ...]) -> list[Array]:
         if len(self._arrays) >= _MOST_PLACES:

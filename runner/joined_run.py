@@ -11,10 +11,12 @@ from onnx_inplace.compiler import errors
 from onnx_inplace.compiler.joining import Call
 from onnx_inplace.compiler.steps import ExecutionPlan
 from onnx_inplace.numba_kernels import called
+from onnx_inplace.numba_kernels.append_attend import REFUSED, WRITTEN
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner import team
 from onnx_inplace.runner.actions import Slots
 from onnx_inplace.runner.joined_call import INT64, Border, Prepared, Tensors
+from onnx_inplace.runner.joined_compiled import CLIPPED, Compiled
 from onnx_inplace.runner.native import operators
 
 
@@ -63,6 +65,8 @@ class Run:
         self._words = np.zeros(called.Run.LAYERS + len(calls), np.int64)
         self._words[called.Run.KEY] = key
         self.token, self.last = np.array([address(self._words)]), np.zeros(1, np.int64)
+        self._compiled: list[Compiled | None] = [None] * len(calls)
+        self._results = np.zeros(len(calls), np.int64)  # of compiled calls
         self._slots: Slots | None = None
         self._error: BaseException | None = None
         self._threads = team.Borrowed(live.tensors.at)
@@ -76,12 +80,16 @@ class Run:
             errors.OperatorError: what the library says.
         """
         runs = self._live.runs
-        self._slots, self._error, self._words[called.Run.LOST] = slots, None, 0
+        self._begin(slots)
         try:
             runs[self._key] = self
             with self._threads:
                 run()
-        except RuntimeError as error:
+            self._note(slots, len(self._calls), CLIPPED)
+        except BaseException as error:
+            self._note(slots, len(self._calls))
+            if not isinstance(error, RuntimeError):
+                raise
             if self._error is not None:
                 raise self._error from None
             if self._words[called.Run.LOST]:
@@ -91,12 +99,35 @@ class Run:
             runs.pop(self._key, None)
             self._slots = self._error = None
 
+    def _begin(self, slots: Slots) -> None:
+        self._slots, self._error, words = slots, None, self._words
+        words[called.Run.LOST], words[called.Run.SLOTS] = 0, id(slots)
+        self._results.fill(REFUSED)
+        words[called.Run.LAYERS :] = [
+            c.at if c is not None and c.fits(slots) else 0 for c in self._compiled
+        ]
+
+    def _note(self, slots: Slots, end: int, least: int = WRITTEN) -> None:
+        """Let the journal have what compiled calls before ``end`` have written, in order."""
+        for number in np.flatnonzero(self._results[:end] >= least).tolist():
+            compiled = self._compiled[number]
+            assert compiled is not None
+            compiled.note(slots, int(self._results[number]))
+            self._results[number] = REFUSED
+
     def call(self, number: int, token: int, context: int, addresses: list[int]) -> int:
         """A call of the library, on the thread of the run: ``called.SUCCEEDED`` or ``FAILED``."""
         try:
-            assert self._slots is not None
+            slots, call = self._slots, self._calls[number]
+            assert slots is not None
             self._threads.context = context
-            self._calls[number](self._slots, token, context, addresses)
+            result = int(self._results[number])
+            self._note(slots, number + 1)
+            if result == REFUSED:
+                call(slots, token, context, addresses)
+                self._compiled[number] = call.compile(self._results[number:])
+            else:
+                call.end(slots, result)
         except BaseException as error:
             self._error = error
             return called.FAILED

@@ -45,6 +45,10 @@ class Layer(abc.ABC):
         """Compile the call: ``append_and_attend`` of ``append_attend`` or of one of its like."""
 
     @abc.abstractmethod
+    def called(self) -> int:
+        """The address of the same for C, compiled."""
+
+    @abc.abstractmethod
     def serves(self, roots: Mapping[str, Any]) -> bool:
         """Whether there are calls for the caller's storage, which is given by name."""
 

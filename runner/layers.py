@@ -60,7 +60,8 @@ def join(
         if layer is not None and layer.serves(roots):
             end = index + len(layer.steps)
             if not any(step in pauses for step in range(index, end - 1)):
-                action, last = _action(layer, singles[index:end], roots, settings), end - 1
+                last = end - 1
+                action = LayerAction(layer, singles[index:end], roots, settings)
         yield last, action
         index = last + 1
 
@@ -71,52 +72,67 @@ def _find(block: Sequence[steps.Step], index: int) -> Layer | None:
     return next((layer for layer in found if layer is not None), None)
 
 
-def _action(
-    layer: Layer, singles: Sequence[Action], roots: Mapping[str, Any], settings: Settings
-) -> Action:
-    """The action of a layer; ``singles`` are those of its steps."""
-    run, written = layer.ready(), layer.written
-    attention, attend = layer.steps[-1], singles[-1]
-    output = attention.outputs[0]
-    assert output is not None
-    fresh = not reusable(attention, output)
-    prepared: Prepared | None = None
-    runs = 0
+class LayerAction:
+    """The action of a layer.
 
-    def one_by_one(slots: Slots) -> None:
-        nonlocal runs, prepared
-        for single in singles:
-            single(slots)
-        runs += 1
-        if runs == _FIRST:
-            prepared = layer.prepare(slots, roots, settings)
+    Attributes:
+        prepared: the compiled call, once values have come a second time.
+        written: slots of storage, see ``layer.Layer``.
+    """
 
-    def act(slots: Slots) -> None:
-        nonlocal runs, prepared
-        call = prepared
+    def __init__(
+        self, layer: Layer, singles: Sequence[Action], roots: Mapping[str, Any], settings: Settings
+    ) -> None:
+        """``singles`` are the actions of its steps."""
+        attention = layer.steps[-1]
+        output = attention.outputs[0]
+        assert output is not None
+        self._layer, self._singles, self._roots, self._settings = layer, singles, roots, settings
+        self._run, self._output = layer.ready(), output
+        self._fresh, self._runs = not reusable(attention, output), 0
+        self.prepared: Prepared | None = None
+        self.written = layer.written
+
+    def __call__(self, slots: Slots) -> None:
+        """Do what the steps do."""
+        call = self.prepared
         if call is None:
-            one_by_one(slots)
+            self._one_by_one(slots)
             return
         if not call.fits(slots):
-            runs, prepared = _FIRST - 1, None
-            one_by_one(slots)
+            self._runs, self.prepared = _FIRST - 1, None
+            self._one_by_one(slots)
             return
-        if fresh:
-            slots[output] = np.empty(call.shape, call.dtype)
+        if self._fresh:
+            slots[self._output] = np.empty(call.shape, call.dtype)
         space = workspace.of_thread(call.space)
         try:
-            done = run(id(slots), call.at, id(space) + FIELD)
+            done = self._run(id(slots), call.at, id(space) + FIELD)
             if done != REFUSED:
                 call.note(slots, done)
         except BaseException:  # an interrupt may come between the writes and their note
             call.note(slots, REFUSED)
             raise
         if done == REFUSED:
-            one_by_one(slots)
-            return
-        for new, old in written:
+            self._one_by_one(slots)
+        else:
+            self.end(slots, done)
+
+    def end(self, slots: Slots, done: int) -> None:
+        """Do what the compiled call leaves to us; ``done`` is what it has said."""
+        for new, old in self.written:
             slots[new] = slots[old]
         if done & WRITTEN:
-            attend(slots)
+            self._singles[-1](slots)
 
-    return act
+    @property
+    def called(self) -> int:
+        """Address of the compiled call, for who has no Python in between."""
+        return self._layer.called()
+
+    def _one_by_one(self, slots: Slots) -> None:
+        for single in self._singles:
+            single(slots)
+        self._runs += 1
+        if self._runs == _FIRST:
+            self.prepared = self._layer.prepare(slots, self._roots, self._settings)

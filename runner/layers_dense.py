@@ -70,6 +70,11 @@ class _Layer(layer.Layer):
         run: Callable[[int, int, int], int] = append_attend.append_and_attend.ready()
         return run
 
+    def called(self) -> int:
+        """Its address for C."""
+        at: int = append_attend.called.ready().address
+        return at
+
     def serves(self, roots: Mapping[str, Any]) -> bool:
         """Whether both caches are there."""
         return all(isinstance(roots.get(s.roots[0]), np.ndarray) for s in self.steps[:2])
@@ -95,14 +100,14 @@ class _Layer(layer.Layer):
             attention.attributes, arrays[QUERY], keys, values, mask=None, has_lengths=True
         )
         call = Call(problem, operators_attention.kernels(attention, settings))
-        alone, (expected, kept) = call.alone, found
-        sizes = self.key, problem.batch, problem.capacity, alone.most
-        last = Attention(objects.ARRAY, alone.kernel, alone.layout, *sizes)
-        table = append_attend.table(expected, (first, second), last)
+        plain, (expected, kept) = call.plain, found
+        sizes = self.key, problem.batch, problem.capacity
+        last = Attention(objects.ARRAY, plain.kernel, plain.layout, *sizes)
+        table = append_attend.table(expected, (first, second), last, plain.sharing)
         return _Prepared(
             table=table,
             at=address(table),
-            space=alone.space,
+            space=plain.space,
             shape=arrays[OUTPUT].shape,
             dtype=arrays[OUTPUT].dtype,
             kept=(call, kept),

@@ -46,6 +46,11 @@ class _Layer(layer.Layer):
         run: Callable[[int, int, int], int] = rows_append_attend.append_and_attend.ready()
         return run
 
+    def called(self) -> int:
+        """Its address for C."""
+        at: int = rows_append_attend.called.ready().address
+        return at
+
     def serves(self, roots: Mapping[str, Any]) -> bool:
         """Whether both caches are there."""
         return all(isinstance(roots.get(self.steps[0].roots[k]), np.ndarray) for k in (1, 2))
@@ -77,8 +82,8 @@ class _Layer(layer.Layer):
             step, operators_gqa.kernels_of(step, settings),
             query, key, value, keys, values, None, cosines, sines, prompt,
         )  # fmt: skip
-        alone, layouts = ready.call.alone, ready.places
-        numbers = _after(alone.space)
+        plain, layouts = ready.call.plain, ready.places
+        numbers = _after(plain.space)
         row = _after(numbers + 8 * batch * (2 + tokens))
         rotated = _after(row + ready.workspace)
         queries = 0 if ready.rotated_query is None else address(layouts[0])
@@ -87,7 +92,8 @@ class _Layer(layer.Layer):
             found[0],
             Layer(
                 objects.ARRAY, batch, tokens, keys.shape[2], int(prompt),
-                0 if cosines is None else cosines.shape[0], alone.most, alone.kernel, alone.layout,
+                0 if cosines is None else cosines.shape[0], plain.sharing.most, plain.kernel,
+                plain.layout,
                 queries, address(layouts[1]), address(layouts[2]),
                 ready.key_offset, ready.value_offset, numbers, row, rotated,
             ),

@@ -61,6 +61,11 @@ class _Layer(layer.Layer):
         run: Callable[[int, int, int], int] = pages_append_attend.append_and_attend.ready()
         return run
 
+    def called(self) -> int:
+        """Its address for C."""
+        at: int = pages_append_attend.called.ready().address
+        return at
+
     def serves(self, roots: Mapping[str, Any]) -> bool:
         """Whether the cache is there, and page ids are places in its table."""
         cache = roots.get(self.steps[0].roots[0])
@@ -91,20 +96,22 @@ class _Layer(layer.Layer):
         fast = operators_paged_attention.compile_step(attention, settings)
         call = Call(store, query, tables, options, settings.threads, fast)
         new = operators_pages.layout_of(ids, values)
-        (expected, kept), alone = found, call.alone
+        (expected, kept), plain = found, call.plain
         tokens, reach = values.shape[-2], -1 if options.left < 0 else query.shape[2] + options.left
-        sizes = batch, blocks, store.page_size, tokens, reach, alone.most
+        sizes = batch, blocks, store.page_size, tokens, reach
         writer = pages.writer.ready().address
-        calls = writer, address(new), alone.kernel, alone.layout, call.page_kernels
+        calls = writer, address(new), plain.kernel, plain.layout, call.page_kernels
         table, places_of = store.table, store.table.places
         where = Where(
             *places_of, address(table.owners), len(table.owners), store.codec.descriptions_at
         )
-        numbers = pages_append_attend.table(expected, where, Layer(objects.ARRAY, *sizes, *calls))
+        numbers = pages_append_attend.table(
+            expected, where, Layer(objects.ARRAY, *sizes, *calls), plain.sharing
+        )
         return _Prepared(
             table=numbers,
             at=address(numbers),
-            space=max(alone.space, store.codec.space),
+            space=max(plain.space, store.codec.space),
             shape=arrays[OUTPUT].shape,
             dtype=arrays[OUTPUT].dtype,
             kept=(call, new, kept),

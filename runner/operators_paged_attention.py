@@ -16,7 +16,13 @@ import numpy as np
 
 from onnx_inplace.compiler import errors, steps
 from onnx_inplace.compiler.paged_types import PageType
-from onnx_inplace.numba_kernels import pages_attention, pages_call, pages_kernels, pages_table
+from onnx_inplace.numba_kernels import (
+    foreign,
+    pages_attention,
+    pages_call,
+    pages_kernels,
+    pages_table,
+)
 from onnx_inplace.numba_kernels.layout import bits
 from onnx_inplace.numba_kernels.memory import FIELD, address, pointer
 from onnx_inplace.numba_kernels.pages_kernels import Accuracy
@@ -25,10 +31,11 @@ from onnx_inplace.runner.actions import Action, Array, Settings, Slots, result, 
 from onnx_inplace.runner.attend import (
     KINDS,
     PARALLEL,
+    SHARED,
     SHORTEST_SPLIT,
-    Alone,
     Calls,
     Known,
+    Plain,
     known_dim,
 )
 from onnx_inplace.runner.page_codec import Codec
@@ -187,7 +194,10 @@ class Call:
         self._workers = workers
         self._products = math.prod(query.shape)
         self._unseen = (x.tokens - 1) // 2 if options.causal else 0  # by a query, on average
-        self._long = PARALLEL // max(self._products, 1) if workers > 1 else _NEVER
+        self._shared, self._long = (
+            least // max(self._products, 1) if workers > 1 else _NEVER
+            for least in (SHARED, PARALLEL)
+        )
         self._policy = _policies[self._page_kernels.tobytes(), x.tokens == 1]
         self._alone = pages_attention.workspace_size(self._layout, 1, 1)
         self._serial = pages_call.attend.ready()
@@ -205,29 +215,40 @@ class Call:
         if not query.size:
             return
         arguments = self._arguments(store, query, places, lengths, target)
-        if longest <= self._long:
+        if longest <= self._shared:
             self._serial(*arguments, address(workspace.of_thread(self._alone)), 1)
             return
-        # As many splits on one thread as on several: see ``attend.Call``.
-        items = self._layout.batch * self._layout.kv_heads
-        splits = max(1, min(longest // SHORTEST_SPLIT, -(-4 * self._workers // items)))
-        workers = self._workers if self._policy.parallel() else 1
+        splits = self._splits(longest)
+        awake = team.borrows()
+        alone = not awake and (longest <= self._long or not self._policy.parallel())
+        workers = 1 if alone else self._workers
         size = pages_attention.workspace_size(self._layout, splits, workers)
         arguments = *arguments, address(workspace.of_thread(size)), splits
         work = self._products * max(1, longest - self._unseen)
         start = time.perf_counter()
-        if workers == 1:
+        if alone:
             self._serial(*arguments)
-            self._policy.serial_took(work, time.perf_counter() - start)
-            return
-        self._team(arguments, workers)
-        self._policy.parallel_took(work, time.perf_counter() - start)
+        else:
+            self._team(arguments, workers)
+        if not awake and longest > self._long:
+            took = self._policy.serial_took if alone else self._policy.parallel_took
+            took(work, time.perf_counter() - start)
 
     @property
-    def alone(self) -> Alone:
-        """What a call on one thread is; its Layout is a PagesLayout."""
+    def plain(self) -> Plain:
+        """What a call is; its Layout is a PagesLayout."""
         attend, layout, _ = self._addresses
-        return Alone(attend, layout, self._alone, self._long)
+        x = self._layout
+        splits = self._splits(x.blocks * x.page_size)
+        space = pages_attention.workspace_size(x, splits, self._workers)
+        sizes = self._shared, SHORTEST_SPLIT, splits, self._workers
+        sharing = foreign.Sharing(*sizes, self._kernels.merge)
+        return Plain(attend, layout, max(self._alone, space), sharing)
+
+    def _splits(self, longest: int) -> int:
+        """As many on one thread as on several: see ``attend.Call``."""
+        items = self._layout.batch * self._layout.kv_heads
+        return max(1, min(longest // SHORTEST_SPLIT, -(-4 * self._workers // items)))
 
     @property
     def page_kernels(self) -> int:

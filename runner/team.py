@@ -108,6 +108,11 @@ class Borrowed:
             invoke.invoke.ready()(then, *places, workers)
 
 
+def borrows() -> bool:
+    """Whether this thread is one of a library that calls us back, and whose threads are awake."""
+    return getattr(_local, "borrowed", None) is not None
+
+
 def run(kernel: int, places: tuple[int, ...], workers: int, then: int = 0) -> None:
     """Run a kernel as each of several workers, on this thread and on helpers that come.
 

@@ -15,11 +15,11 @@ import soundness
 import strategies
 from decoders import Shape
 
-from onnx_inplace import Session, errors
+from onnx_inplace import Session, errors, formats
 from onnx_inplace.compiler import joining
 from onnx_inplace.compiler.steps import SubSession
-from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, kv, model, op
-from onnx_inplace.runner import joined
+from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, Paged, kv, model, op
+from onnx_inplace.runner import joined, joined_run
 from onnx_inplace.runner.native import session as native
 
 pytestmark = pytest.mark.skipif(
@@ -162,6 +162,115 @@ def test_an_error_of_a_step_is_the_error_of_the_run(loaded) -> None:
         with pytest.raises(errors.CapacityError):
             step.run(tokens=[[1, 2]], position=15)
         step.run(tokens=[[1, 2]], position=14)
+
+
+HEADS, SIZE = 2, 32
+Page = Paged[FLOAT[2, HEADS, 16, SIZE], formats.BUILTIN["INT8"]]
+
+
+@model
+def layer(
+    keys: Mutable[FLOAT[1, HEADS, "s", SIZE]],
+    values: Mutable[FLOAT[1, HEADS, "s", SIZE]],
+    x: FLOAT[1, HEADS, "n", SIZE],
+    position: INT64[()],
+    row: INT64[1],
+) -> tuple[Alias["keys"], Alias["values"], FLOAT[1, 1, "n", SIZE]]:
+    length = op.Reshape(position + op.Shape(x)[2], [1])
+    new_keys = kv.CacheUpdate(keys, op.Tanh(x), position)
+    new_values = kv.CacheUpdate(values, op.Sin(x), position)
+    h = op.Attention(op.Cos(x), new_keys, new_values, nonpad_kv_seqlen=length, is_causal=1)
+    return new_keys, new_values, op.Gather(op.Relu(h), row, axis=1)
+
+
+@model
+def paged(
+    cache: Mutable[Page], x: FLOAT[1, HEADS, "n", SIZE], position: INT64[()], row: INT64[1]
+) -> tuple[Alias["cache"], FLOAT[1, 1, "n", SIZE]]:
+    new = op.Concat([op.Tanh(x), op.Sin(x)], axis=0)
+    updated = kv.PagedCacheUpdate(cache, [0, 1], new, position)
+    length = position + op.Shape(x)[2]
+    h = kv.PagedAttention(op.Cos(x), updated, [0, 1], length, is_causal=1)
+    return updated, op.Gather(op.Relu(h), row, axis=1)
+
+
+def lent(session: Session) -> dict:
+    """Storage for 32 tokens."""
+    if session.mutable_inputs[0].name == "keys":
+        return {p.name: session.allocate(p.name, s=32) for p in session.mutable_inputs}
+    cache = session.allocate("cache")
+    for _ in range(2):
+        cache.allocate_page("INT8")
+    return {"cache": cache}
+
+
+def inputs(position: int, row: int = 0, tokens: int = 1) -> dict:
+    x = np.random.default_rng(position).standard_normal((1, HEADS, tokens, SIZE), np.float32)
+    return {"x": x, "position": position, "row": [row]}
+
+
+MANY = 6  # runs, behind which calls are compiled
+
+
+@pytest.mark.parametrize("program", [layer, paged])
+def test_no_python_stands_between_the_library_and_a_layer(loaded, monkeypatch, program) -> None:
+    """Where a layer's tensors stay in place; what it computes is what it computed with Python."""
+    found = []
+    for one in (True, False):
+        session = loaded(program, one=one)
+        with session.bind(**lent(session)) as step:
+            for position in range(MANY):
+                step.run(**inputs(position))
+            if one:
+                monkeypatch.setattr(joined_run.Run, "call", None)
+            found.append([step.run(**inputs(k))[-1].copy() for k in range(MANY, 20)])
+            monkeypatch.undo()
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.tobytes() == theirs.tobytes()
+
+
+@pytest.mark.parametrize("program", [layer, paged])
+def test_a_compiled_layer_leaves_to_python_what_is_wrong(loaded, program) -> None:
+    """And goes on behind it."""
+    session = loaded(program, one=True)
+    with session.bind(**lent(session)) as step:
+        for position in range(MANY):
+            expected = step.run(**inputs(position))[-1]
+        with pytest.raises(errors.InplaceError) as caught:
+            step.run(**inputs(40))
+        assert not isinstance(caught.value, errors.DirtyState)
+        found = step.run(**inputs(MANY - 1))[-1]
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("program", [layer, paged])
+def test_a_failure_behind_a_compiled_layer_says_what_it_wrote(loaded, program) -> None:
+    written = []
+    for one in (True, False):
+        session = loaded(program, one=one)
+        with session.bind(**lent(session)) as step:
+            for position in range(MANY):
+                step.run(**inputs(position))
+            with pytest.raises(errors.OperatorError):
+                step.run(**inputs(MANY, row=5))
+            with pytest.raises(errors.DirtyState) as caught:
+                step.run(**inputs(MANY))
+            written.append([str(w) for w in caught.value.written])
+    assert written[0] == written[1] != []
+
+
+def test_other_shapes_come_between(loaded) -> None:
+    """Each tuple of shapes has calls of its own; tensors move when other shapes have run."""
+    found = []
+    for one in (True, False):
+        session = loaded(layer, one=one)
+        with session.bind(**lent(session)) as step:
+            for _ in range(4):
+                for tokens in (1, 3, 1, 2, 1, 1):
+                    outputs = [step.run(**inputs(k, tokens=tokens))[-1].copy() for k in range(3)]
+            found.append(outputs)
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.tobytes() == theirs.tobytes()
 
 
 def test_bindings_run_at_the_same_time(loaded) -> None:
