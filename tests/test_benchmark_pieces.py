@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import json
 import sys
 from pathlib import Path
@@ -14,6 +15,9 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import cache_bytes
 import decode
+import ours
+import overhead
+import problem
 import record
 import run
 from config import SMOLLM2_135M
@@ -90,3 +94,17 @@ def test_an_unknown_piece_is_refused(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         run.main(["attention", "atention"])
     assert "no such piece: atention" in capsys.readouterr().err
+
+
+@pytest.mark.kernel
+def test_compiled_code_is_told_from_the_runner() -> None:
+    (step,) = ours.dense([problem.random_problem(2, 3, 64, 4096)], "float32", 1)
+    for _ in range(3):
+        step.run()  # prepares its call
+    profile = cProfile.Profile()
+    profile.runcall(step.run)
+    profile.create_stats()
+    names = [(Path(file), name) for file, _, name in profile.stats]  # type: ignore[attr-defined]
+    native = [name for file, name in names if overhead.is_native(file, name)]
+    assert any("attend" in name for name in native)
+    assert not any(overhead.is_native(file, name) for file, name in names if "runner" in file.parts)
