@@ -8,6 +8,11 @@ session they stay awake, and our kernels may use them, too.
 none. So every call takes what the one before it gave, and all that the sub-session before it makes
 for others: whatever of that the library refuses, it refuses before the call writes.
 
+**Memory.** Shapes inside are not declared, as they are for a sub-session: where the library knows
+that values are of one size, it keeps a dead one for the next, and in a model of all layers until
+the last of them. A prompt of 512 tokens of SmolLM2 then held 49.6 MB, and 20.2 so; the plan states
+28.3, for values between sub-sessions and inside of them.
+
 **No roots.** Storage of the caller never passes through the library: a read of it by an ordinary
 node would not be ordered against the writes. A plan with such reads is not joined.
 """
@@ -193,15 +198,12 @@ def _joined(
         outputs = [after, *(p.name for p in call.outputs)]
         nodes.append(onnx.helper.make_node(call.op_type, inputs, outputs, domain=DOMAIN))
         before = after
-    infos = {v.name: v for m in models for v in m.graph.value_info} | known
-    ends = {p.name for p in (*entering, *leaving)}
     graph = onnx.helper.make_graph(
         nodes,
         "joined",
-        [*(_info(plan, p, infos) for p in entering), _token(tokens[0])],
-        [*(_info(plan, p, infos) for p in leaving), _token(tokens[-1])],
+        [*(_info(plan, p, known) for p in entering), _token(tokens[0])],
+        [*(_info(plan, p, known) for p in leaving), _token(tokens[-1])],
         initializer=list({t.name: t for m in models for t in m.graph.initializer}.values()),
-        value_info=[info for name, info in infos.items() if name not in ends],
     )
     domains = {o.domain: o for m in models for o in m.opset_import}
     functions = {(f.domain, f.name, f.overload): f for m in models for f in m.functions}

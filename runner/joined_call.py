@@ -132,10 +132,11 @@ class Prepared:
             if slots[slot] is not array:
                 _put(array, slots[slot])
 
-    def compile(self, result: Array) -> Compiled | None:
+    def compile(self, result: Array, space: Array) -> Compiled | None:
         """What does the steps without Python, from the next run on, while tensors stay in place.
 
         ``result``: int64, of which the first item is where that writes what it has done.
+        ``space``: where it finds the address of its workspace, likewise.
         """
         layer, template = self._layer, self._frame.template
         if layer is None or layer.prepared is None or self._places is None:
@@ -144,7 +145,7 @@ class Prepared:
             return None
         if self._compiled is None or not self._compiled.serves(self._places):
             places, inputs = self._places, len(self._inputs)
-            sizes = places, inputs, self._shapes, address(result)
+            sizes = places, inputs, self._shapes, address(result), address(space)
             self._compiled = Compiled(self._tensors.at, layer, *sizes)
             for slot, array in zip(self._slots, self._arrays[places], strict=True):
                 template[slot] = array

@@ -12,8 +12,7 @@ import numpy as np
 
 from onnx_inplace.numba_kernels import called, foreign
 from onnx_inplace.numba_kernels.append_attend import DONE
-from onnx_inplace.numba_kernels.memory import FIELD, address
-from onnx_inplace.runner import storage
+from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner.actions import Array, Slots
 from onnx_inplace.runner.layers import LayerAction
 
@@ -23,6 +22,7 @@ class Compiled:
 
     Attributes:
         places: addresses of what goes in, then of what comes out.
+        space: bytes of workspace that it takes.
         at: address of its ``called.Layer``.
     """
 
@@ -34,6 +34,7 @@ class Compiled:
         inputs: int,
         shapes: Array,
         result: int,
+        space: int,
     ) -> None:
         """Describe it.
 
@@ -44,18 +45,19 @@ class Compiled:
             inputs: how many of them go in.
             shapes: of those that come out, see ``foreign.provide``.
             result: where the call writes what it has done: address of an int64.
+            space: where it finds the address of its workspace, likewise.
         """
         assert action.prepared is not None
         self.places = tuple(places)
         self._action, self._prepared = action, action.prepared
-        self._space = storage.empty((action.prepared.space,), np.dtype(np.uint8))
+        self.space = action.prepared.space
         self._shapes, self._team = shapes, np.zeros(foreign.Team.END, np.int64)
         self._team[foreign.Team.FUNCTIONS] = functions
         self._team[foreign.Team.PART] = foreign.part.ready().address
         words = self._words = np.zeros(called.Layer.PLACES + len(places), np.int64)
         words[called.Layer.CALL] = action.called
         words[called.Layer.TABLE] = action.prepared.at
-        words[called.Layer.SPACE] = id(self._space) + FIELD
+        words[called.Layer.SPACE] = space
         words[called.Layer.RESULT] = result
         words[called.Layer.INPUTS] = 1 + inputs
         words[called.Layer.OUTPUTS] = 1 + len(places) - inputs

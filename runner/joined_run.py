@@ -13,11 +13,13 @@ from onnx_inplace.compiler.steps import ExecutionPlan
 from onnx_inplace.numba_kernels import called
 from onnx_inplace.numba_kernels.append_attend import REFUSED, WRITTEN
 from onnx_inplace.numba_kernels.memory import address
-from onnx_inplace.runner import team
+from onnx_inplace.runner import team, workspace
 from onnx_inplace.runner.actions import Slots
 from onnx_inplace.runner.joined_call import INT64, Border, Prepared, Tensors
 from onnx_inplace.runner.joined_compiled import CLIPPED, Compiled
 from onnx_inplace.runner.native import operators
+
+_NONE = np.empty(0, np.uint8)
 
 
 class Live:
@@ -67,6 +69,8 @@ class Run:
         self.token, self.last = np.array([address(self._words)]), np.zeros(1, np.int64)
         self._compiled: list[Compiled | None] = [None] * len(calls)
         self._results = np.zeros(len(calls), np.int64)  # of compiled calls
+        self._most = 0  # bytes of their workspace
+        self._space, self._space_at = _NONE, np.zeros(1, np.int64)
         self._slots: Slots | None = None
         self._error: BaseException | None = None
         self._threads = team.Borrowed(live.tensors.at)
@@ -98,11 +102,14 @@ class Run:
         finally:
             runs.pop(self._key, None)
             self._slots = self._error = None
+            self._space = _NONE  # it is the thread's, which may want more of it
 
     def _begin(self, slots: Slots) -> None:
         self._slots, self._error, words = slots, None, self._words
         words[called.Run.LOST], words[called.Run.SLOTS] = 0, id(slots)
         self._results.fill(REFUSED)
+        self._space = workspace.of_thread(self._most)
+        self._space_at[0] = address(self._space)
         words[called.Run.LAYERS :] = [
             c.at if c is not None and c.fits(slots) else 0 for c in self._compiled
         ]
@@ -115,6 +122,13 @@ class Run:
             compiled.note(slots, int(self._results[number]))
             self._results[number] = REFUSED
 
+    def _compile(self, number: int) -> None:
+        """Let runs from the next one on do without Python here, if they can."""
+        found = self._calls[number].compile(self._results[number:], self._space_at)
+        self._compiled[number] = found
+        if found is not None:
+            self._most = max(self._most, found.space)
+
     def call(self, number: int, token: int, context: int, addresses: list[int]) -> int:
         """A call of the library, on the thread of the run: ``called.SUCCEEDED`` or ``FAILED``."""
         try:
@@ -125,7 +139,7 @@ class Run:
             self._note(slots, number + 1)
             if result == REFUSED:
                 call(slots, token, context, addresses)
-                self._compiled[number] = call.compile(self._results[number:])
+                self._compile(number)
             else:
                 call.end(slots, result)
         except BaseException as error:

@@ -32,6 +32,7 @@ from onnx_inplace.compiler import sizes
 from onnx_inplace.compiler.memory import BlockUse, machine
 from onnx_inplace.compiler.steps import Block, SubSession
 from onnx_inplace.runner import library, storage
+from onnx_inplace.runner.native import session as native
 
 RUNS = 4  # the first notes shapes, the second prepares buffers
 _CACHE_LINE = 64
@@ -152,6 +153,16 @@ def take_the_arena_away() -> None:
         return found
 
     library._options = without_arena
+    make = native.Options.__init__
+
+    def natively_without_arena(
+        self: native.Options, shared: native.Environment, threads: int
+    ) -> None:
+        make(self, shared, threads)
+        shared.functions.call("DisableCpuMemArena", self.at)
+        self.set("session.use_env_allocators", "0")
+
+    native.Options.__init__ = natively_without_arena  # type: ignore[method-assign]
 
 
 def count_allocations(load: Callable[[], Subject]) -> dict[str, int]:

@@ -44,6 +44,7 @@ _STATUS: dict[str, tuple[int, tuple[Any, ...]]] = {
     "CreateSessionFromArray": (8, (_P, c_char_p, c_size_t, _P, _P)),
     "CreateSessionOptions": (10, (_P,)),
     "DisableMemPattern": (17, (_P,)),
+    "DisableCpuMemArena": (19, (_P,)),
     "SetSessionLogSeverityLevel": (22, (_P, c_int)),
     "SetIntraOpNumThreads": (24, (_P, c_int)),
     "SetInterOpNumThreads": (25, (_P, c_int)),
