@@ -104,10 +104,12 @@ class Engine:
     def build(self, frame: Frame, observe: Observe) -> Action:
         """The closures of a frame, prepared as far as its shapes are known."""
         builder = _Builder(self._kernels, self._sub_sessions, self._settings, frame, observe)
-        if self._joined is None or frame.block is not self.plan.block or observe is not _alone:
+        if frame.block is not self.plan.block or observe is not _alone:
             return builder.block(frame.block)
-        calls = self._joined.joined.calls
-        return self._joined.action(frame, [builder.steps(call.steps) for call in calls])
+        whole = self._whole()
+        if whole is None:
+            return builder.block(frame.block)
+        return whole.action(frame, [builder.steps(call.steps) for call in whole.joined.calls])
 
     def choose(
         self, dims: Mapping[str, int], fused: OnStorage
@@ -145,17 +147,20 @@ class Engine:
         """
         usual = {id(s) for s in _all_steps(self.fused.block or self.plan.block)}
         later = [r.step for key, r in self._sub_sessions.items() if key not in usual]
-        doubtful = library_check.doubtful(later)
-        usual.update(id(step) for step in doubtful)
-        now: list[standard.SubSessionRunner | joined.JoinedRunner] = [
-            runner for key, runner in self._sub_sessions.items() if key in usual
-        ]
-        if self._joined is not None and self.fused.block is None:
-            now = [self._joined]
+        usual.update(id(step) for step in library_check.doubtful(later))
+        now = [runner for key, runner in self._sub_sessions.items() if key in usual]
         nbytes = sum(w.tensor.nbytes for runner in now for w in runner.step.weights)
         with huge_pages.of_what_is_loaded(nbytes):
+            if self.fused.block is None and self._whole() is not None:
+                return
             for runner in now:
                 runner.load()
+
+    def _whole(self) -> joined.JoinedRunner | None:
+        """The session of all sub-sessions, loaded; None where they are sessions of their own."""
+        if self._joined is not None and not self._joined.loads():
+            self._joined = None
+        return self._joined
 
 
 def _nothing_fused(plan: ExecutionPlan, fused: Alternative) -> errors.BindingError:

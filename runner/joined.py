@@ -7,12 +7,13 @@ for the time of the call. Storage of the caller stays in the slots all the time.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections.abc import Sequence
 
 import numpy as np
 
-from onnx_inplace.compiler import joining
+from onnx_inplace.compiler import errors, joining
 from onnx_inplace.compiler.joining import DOMAIN, Joined
 from onnx_inplace.compiler.steps import ExecutionPlan, SubSession
 from onnx_inplace.numba_kernels.memory import address
@@ -22,6 +23,8 @@ from onnx_inplace.runner.frames import Frame
 from onnx_inplace.runner.joined_call import INT64, Border, Prepared, Tensors
 from onnx_inplace.runner.joined_run import Live, Run
 from onnx_inplace.runner.native import operators, session
+
+_log = logging.getLogger("onnx_inplace")
 
 FEWEST = 8
 """Sub-sessions from which on one session is made of them: the C interface takes time to load."""
@@ -78,6 +81,19 @@ class JoinedRunner:
                 shared,
                 lambda: operators.Domain(shared.functions, tensors.table, DOMAIN, described),
             )
+
+    def loads(self) -> bool:
+        """Load it; False where onnxruntime does not take it as a whole.
+
+        Raises:
+            errors.WeightsError: as :meth:`load`.
+        """
+        try:
+            self.load()
+        except errors.UnsupportedOperator as error:
+            _log.info("sub-sessions are not joined to one: %s", error)
+            return False
+        return True
 
     def action(self, frame: Frame, actions: Sequence[Action]) -> Action:
         """The main block in one frame; ``actions`` are those of the calls."""

@@ -19,7 +19,7 @@ from onnx_inplace import Session, errors, formats
 from onnx_inplace.compiler import joining
 from onnx_inplace.compiler.steps import SubSession
 from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, Paged, kv, model, op
-from onnx_inplace.runner import joined, joined_run
+from onnx_inplace.runner import joined, joined_run, library
 from onnx_inplace.runner.native import session as native
 
 pytestmark = pytest.mark.skipif(
@@ -87,9 +87,9 @@ def test_one_session_is_the_functional_meaning(seeds, monkeypatch) -> None:
         return runner
 
     monkeypatch.setattr(joined, "of", watched)
-    for seed in seeds(200):
+    for seed in seeds(800):
         soundness.judge(strategies.seeded(seed), order=False, fuse=("off",))
-    assert sum(made) >= 0.2 * len(made)
+    assert sum(made) >= 10  # most have bodies, or nodes of the library that read storage
 
 
 @model
@@ -270,6 +270,24 @@ def test_other_shapes_come_between(loaded) -> None:
                     outputs = [step.run(**inputs(k, tokens=tokens))[-1].copy() for k in range(3)]
             found.append(outputs)
     for ours, theirs in zip(*found, strict=True):
+        assert ours.tobytes() == theirs.tobytes()
+
+
+@pytest.mark.parametrize("fuse", ["auto", "off"])
+def test_what_the_library_does_not_take_as_a_whole_runs_in_parts(monkeypatch, fuse) -> None:
+    """Each sub-session may be one that it knows."""
+
+    def refuse(*_) -> None:
+        raise errors.UnsupportedOperator("", "Call0", "a test")
+
+    program = decoders.decoder(Shape())
+    monkeypatch.setattr(joined, "FEWEST", 1)
+    expected, _ = decode(Session(program, fuse=fuse), PROMPTS)
+    monkeypatch.setattr(library.Library, "load_joined", refuse)
+    session = Session(program, fuse=fuse)
+    found, _ = decode(session, PROMPTS)
+    assert session._engine._joined is None
+    for ours, theirs in zip(found, expected, strict=True):
         assert ours.tobytes() == theirs.tobytes()
 
 
