@@ -228,13 +228,13 @@ class Call:
             return
         # As many splits on one thread as on several: which it is, is decided by the clock and by
         # whose threads they are, and results must not depend on it.
-        splits = self._splits(longest)
+        parts = self._splits(longest)
         if team.borrows() or longest <= self._long:
-            self._run(places, splits, self._kernels.threads if team.borrows() else 1)
+            self._run(places, parts, self._kernels.threads if team.borrows() else 1)
             return
         parallel = self._policy.parallel()
         start = time.perf_counter()
-        self._run(places, splits, self._kernels.threads if parallel else 1)
+        self._run(places, parts, self._kernels.threads if parallel else 1)
         took = self._policy.parallel_took if parallel else self._policy.serial_took
         took(self._products * longest, time.perf_counter() - start)
 
@@ -270,9 +270,9 @@ class Call:
     @property
     def plain(self) -> Plain:
         """What a call without mask and sinks is."""
-        workers, splits = self._kernels.threads, self._splits(self.problem.capacity)
-        space = 8 * max(self._workspace, self._words(workers, splits))
-        sizes = self._shared, SHORTEST_SPLIT, splits, workers
+        workers, parts = self._kernels.threads, self._splits(self.problem.capacity)
+        space = 8 * max(self._workspace, self._words(workers, parts))
+        sizes = self._shared, SHORTEST_SPLIT, parts, workers
         sharing = foreign.Sharing(*sizes, self._merge)
         return Plain(self._kernel, self._layout_address, space, sharing)
 
@@ -288,11 +288,10 @@ class Call:
         return 2 + size // 8
 
     def _splits(self, longest: int) -> int:
-        """Parts of the tokens: more items than threads, so that a late thread is no loss."""
         if self._decode is None:
             return 1
         rows = self.problem.batch * self.problem.kv_heads
-        return max(1, min(longest // SHORTEST_SPLIT, -(-4 * self._kernels.threads // rows)))
+        return splits(longest, rows, self._kernels.threads)
 
     def _run(self, places: tuple[int, ...], splits: int, workers: int) -> None:
         alone = workers == 1 and splits == 1
@@ -303,6 +302,18 @@ class Call:
             self._serial(self._kernel, *places, address(workspace), 1)
             return
         team.run(self._kernel, (*places, address(workspace)), workers, self._merge)
+
+
+def splits(longest: int, rows: int, workers: int) -> int:
+    """Parts of the tokens of each row: more items than threads, so that a late one is no loss.
+
+    As many items for each thread: with 3 rows in 3 parts, one of two threads has a fifth item when
+    the other one has nothing more to do.
+    """
+    most = -(-4 * workers // rows)
+    while most * rows % workers:
+        most += 1
+    return max(1, min(longest // SHORTEST_SPLIT, most))
 
 
 class Calls(Generic[T]):

@@ -37,6 +37,7 @@ from onnx_inplace.runner.attend import (
     Known,
     Plain,
     known_dim,
+    splits,
 )
 from onnx_inplace.runner.page_codec import Codec
 from onnx_inplace.runner.page_pieces import check_readable, ends_of, reading
@@ -218,12 +219,12 @@ class Call:
         if longest <= self._shared:
             self._serial(*arguments, address(workspace.of_thread(self._alone)), 1)
             return
-        splits = self._splits(longest)
+        parts = self._splits(longest)
         awake = team.borrows()
         alone = not awake and (longest <= self._long or not self._policy.parallel())
         workers = 1 if alone else self._workers
-        size = pages_attention.workspace_size(self._layout, splits, workers)
-        arguments = *arguments, address(workspace.of_thread(size)), splits
+        size = pages_attention.workspace_size(self._layout, parts, workers)
+        arguments = *arguments, address(workspace.of_thread(size)), parts
         work = self._products * max(1, longest - self._unseen)
         start = time.perf_counter()
         if alone:
@@ -239,16 +240,15 @@ class Call:
         """What a call is; its Layout is a PagesLayout."""
         attend, layout, _ = self._addresses
         x = self._layout
-        splits = self._splits(x.blocks * x.page_size)
-        space = pages_attention.workspace_size(x, splits, self._workers)
-        sizes = self._shared, SHORTEST_SPLIT, splits, self._workers
+        parts = self._splits(x.blocks * x.page_size)
+        space = pages_attention.workspace_size(x, parts, self._workers)
+        sizes = self._shared, SHORTEST_SPLIT, parts, self._workers
         sharing = foreign.Sharing(*sizes, self._kernels.merge)
         return Plain(attend, layout, max(self._alone, space), sharing)
 
     def _splits(self, longest: int) -> int:
         """As many on one thread as on several: see ``attend.Call``."""
-        items = self._layout.batch * self._layout.kv_heads
-        return max(1, min(longest // SHORTEST_SPLIT, -(-4 * self._workers // items)))
+        return splits(longest, self._layout.batch * self._layout.kv_heads, self._workers)
 
     @property
     def page_kernels(self) -> int:
@@ -257,12 +257,12 @@ class Call:
 
     def _team(self, arguments: tuple[int, ...], workers: int) -> None:
         """What ``pages_call.attend`` does, on several threads."""
-        attend, layout, *tables, query, blocks, lengths, target, space, splits = arguments
-        tables_at = pages_call.begin.ready()(*tables, blocks, space, splits)
+        attend, layout, *tables, query, blocks, lengths, target, space, parts = arguments
+        tables_at = pages_call.begin.ready()(*tables, blocks, space, parts)
         places = (
             layout, pointer(query), tables_at, 0, pointer(target), pointer(lengths), 0, 0, space,
         )  # fmt: skip
-        team.run(attend, places, workers, self._kernels.merge if splits > 1 else 0)
+        team.run(attend, places, workers, self._kernels.merge if parts > 1 else 0)
 
     def _arguments(
         self, store: PageStore, query: Array, places: Array, lengths: Array, target: Array
