@@ -191,7 +191,7 @@ class Call:
         self._products = p.batch * p.heads * p.tokens * p.head_size
         self._shared, self._long = (
             least // max(self._products, 1) if kernels.threads > 1 else p.capacity
-            for least in (SHARED, PARALLEL)
+            for least in (min(SHARED, PARALLEL), PARALLEL)
         )
         fits = kernels.shape.fits(p)
         self._decode = kernels.decode if fits and p.tokens == 1 else None

@@ -197,7 +197,7 @@ class Call:
         self._unseen = (x.tokens - 1) // 2 if options.causal else 0  # by a query, on average
         self._shared, self._long = (
             least // max(self._products, 1) if workers > 1 else _NEVER
-            for least in (SHARED, PARALLEL)
+            for least in (min(SHARED, PARALLEL), PARALLEL)
         )
         self._policy = _policies[self._page_kernels.tobytes(), x.tokens == 1]
         self._alone = pages_attention.workspace_size(self._layout, 1, 1)
