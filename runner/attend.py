@@ -355,27 +355,6 @@ def longest_length(root: str, lengths: Array, batch: int, capacity: int) -> int:
     return longest
 
 
-def mask_values(mask: Array) -> Array:
-    """What kernels take as a mask: bool, or float32 to add."""
-    if mask.dtype == np.bool_:
-        return np.ascontiguousarray(mask)
-    return np.ascontiguousarray(mask, dtype=np.float32)
-
-
-def mask_layout(
-    mask: Array | None, rows: tuple[int, int, int], capacity: int
-) -> tuple[int, int, int, int, int]:
-    """(batch, head and token stride, bytes of an element, keys): 0 strides repeat."""
-    if mask is None:
-        return 0, 0, 0, 0, 0
-    shape = (1,) * (4 - mask.ndim) + mask.shape
-    if any(m not in (1, r) for m, r in zip(shape, rows, strict=False)) or shape[3] > capacity:
-        raise errors.StorageMismatch(f"Attention: a mask {list(mask.shape)} for rows {list(rows)}")
-    strides = (0,) * (4 - mask.ndim) + mask.strides
-    batch, head, token = (0 if m == 1 else s for m, s in zip(shape[:3], strides, strict=False))
-    return batch, head, token, mask.itemsize, shape[3]
-
-
 class Known(Protocol):
     """What a plan knows of a value: its element type and its shape."""
 

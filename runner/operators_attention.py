@@ -21,9 +21,8 @@ from onnx_inplace.runner.attend import (
     Shape,
     kind_of,
     known_dim,
-    mask_layout,
-    mask_values,
 )
+from onnx_inplace.runner.masks import mask_layout, mask_values
 
 _SOFTMAX_IN_FLOAT32 = (None, 1, 10, 16)  # float32, float16 and bfloat16 are served by float32
 

@@ -26,9 +26,8 @@ from onnx_inplace.runner.attend import (
     Shape,
     kind_of,
     known_dim,
-    mask_layout,
-    mask_values,
 )
+from onnx_inplace.runner.masks import mask_layout, mask_values
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
