@@ -24,7 +24,9 @@ from onnx_inplace.runner.native.functions import Functions
 
 INT64 = 7  # element type
 _TOKEN = (1, 1)  # rank and size
-_MOST_PLACES = 1024  # combinations of addresses that a call keeps arrays for
+_MOST_PLACES = (
+    8  # combinations of addresses that a call keeps arrays for: most runs have one of few
+)
 
 
 class Border:
