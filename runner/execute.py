@@ -79,11 +79,10 @@ class Engine:
         self._kernels: dict[int, Action] = {}
         self._sub_sessions: dict[int, standard.SubSessionRunner] = {}
         self._library = library.Library(settings.threads)  # holds the weights: onnxruntime does not
-        self._joined: joined.JoinedRunner | None = None
+        self._joined = joined.WhenAsked(plan, self._library)
         # kernels first: they refuse at once, weights and sub-sessions take their time
         if settings.fuse is not Fuse.DECODE_ONLY:
             self._enter(plan.block)
-            self._joined = joined.of(plan, self._library)
         self.fused = Alternative(plan.fused, settings, model)
         if self.fused.block is not None:
             self._enter(self.fused.block)
@@ -106,10 +105,10 @@ class Engine:
         builder = _Builder(self._kernels, self._sub_sessions, self._settings, frame, observe)
         if frame.block is not self.plan.block or observe is not _alone:
             return builder.block(frame.block)
-        whole = self._whole()
+        whole = self._joined.get()
         if whole is None:
             return builder.block(frame.block)
-        return whole.action(frame, [builder.steps(call.steps) for call in whole.joined.calls])
+        return whole.action(frame, [builder.steps(call.steps) for call in whole.calls])
 
     def choose(
         self, dims: Mapping[str, int], fused: OnStorage
@@ -151,16 +150,10 @@ class Engine:
         now = [runner for key, runner in self._sub_sessions.items() if key in usual]
         nbytes = sum(w.tensor.nbytes for runner in now for w in runner.step.weights)
         with huge_pages.of_what_is_loaded(nbytes):
-            if self.fused.block is None and self._whole() is not None:
+            if self.fused.block is None and self._joined.get() is not None:
                 return
             for runner in now:
                 runner.load()
-
-    def _whole(self) -> joined.JoinedRunner | None:
-        """The session of all sub-sessions, loaded; None where they are sessions of their own."""
-        if self._joined is not None and not self._joined.loads():
-            self._joined = None
-        return self._joined
 
 
 def _nothing_fused(plan: ExecutionPlan, fused: Alternative) -> errors.BindingError:

@@ -30,83 +30,91 @@ FEWEST = 8
 """Sub-sessions from which on one session is made of them: the C interface takes time to load."""
 
 
-def of(plan: ExecutionPlan, loader: library.Library) -> JoinedRunner | None:
-    """The main block of a plan as one session; None where it is better as several, or has to be."""
+def load(plan: ExecutionPlan, loader: library.Library) -> JoinedRunner | None:
+    """The main block of a plan as one session.
+
+    Returns:
+        None where it is better as several, or has to be: onnxruntime may not take it as a whole.
+
+    Raises:
+        errors.WeightsError: a file of its weights has changed since it was expected.
+    """
     count = sum(isinstance(step, SubSession) for step in plan.block.steps)
-    if count < FEWEST or pools.shared() or session.environment() is None:
+    if count < FEWEST or pools.shared():
         return None
-    found = joining.join(plan)
-    return None if found is None else JoinedRunner(found, plan, loader)
+    shared, found = session.environment(), joining.join(plan)
+    if shared is None or found is None:
+        return None
+    try:
+        return JoinedRunner(found, plan, loader, shared)
+    except errors.UnsupportedOperator as error:
+        _log.info("sub-sessions are not joined to one: %s", error)
+        return None
+
+
+class WhenAsked:
+    """The main block as one session, made when it is first asked for.
+
+    Of a decoder whose tokens are fused that is with the first prompt.
+    """
+
+    def __init__(self, plan: ExecutionPlan, loader: library.Library) -> None:
+        """What :func:`load` takes."""
+        self._plan, self._loader = plan, loader
+        self._lock = threading.Lock()
+        self._made: list[JoinedRunner | None] = []  # one, once it has been asked for
+
+    def get(self) -> JoinedRunner | None:
+        """See :func:`load`."""
+        with self._lock:
+            if not self._made:
+                self._made.append(load(self._plan, self._loader))
+            return self._made[0]
 
 
 class JoinedRunner:
-    """The session, loaded when it is first needed. Shared by bindings and threads.
+    """The session. Shared by bindings and threads.
 
     Attributes:
-        joined: what it executes.
-        step: the model of that.
+        calls: what it calls back.
     """
 
-    def __init__(self, joined: Joined, plan: ExecutionPlan, loader: library.Library) -> None:
-        """Look at its border; nothing is loaded."""
-        self.joined, self.step, self._plan, self._loader = joined, joined.session, plan, loader
-        self._session: session.Session | None = None
-        self._lock = threading.Lock()
-        self._live: Live
-        self._keys = itertools.count()
-        self._inputs = [Border(plan, port) for port in self.step.inputs]
-        self._outputs = [Border(plan, port) for port in self.step.outputs]
-        loader.expect(self.step)
-
-    def load(self) -> None:
-        """Load the model, if that has not been done.
+    def __init__(
+        self,
+        joined: Joined,
+        plan: ExecutionPlan,
+        loader: library.Library,
+        shared: session.Environment,
+    ) -> None:
+        """Load it.
 
         Raises:
             errors.UnsupportedOperator: onnxruntime cannot run a node.
-            errors.WeightsError: a file of its weights has changed since.
+            errors.WeightsError: as :func:`load`.
         """
-        with self._lock:
-            if self._session is not None:
-                return
-            shared = session.environment()
-            assert shared is not None, "who has no C interface does not join"
-            tensors = Tensors(shared.functions)
-            live = self._live = Live(tensors)
-            described = [
-                live.operator(number, call, self._plan)
-                for number, call in enumerate(self.joined.calls)
-            ]
-            self._session = self._loader.load_joined(
-                self.step,
-                shared,
-                lambda: operators.Domain(shared.functions, tensors.table, DOMAIN, described),
-            )
-
-    def loads(self) -> bool:
-        """Load it; False where onnxruntime does not take it as a whole.
-
-        Raises:
-            errors.WeightsError: as :meth:`load`.
-        """
-        try:
-            self.load()
-        except errors.UnsupportedOperator as error:
-            _log.info("sub-sessions are not joined to one: %s", error)
-            return False
-        return True
+        self.calls, self._joined, self._plan = joined.calls, joined, plan
+        self._keys = itertools.count()
+        self._inputs = [Border(plan, port) for port in joined.session.inputs]
+        self._outputs = [Border(plan, port) for port in joined.session.outputs]
+        tensors = Tensors(shared.functions)
+        live = self._live = Live(tensors)
+        described = [live.operator(k, call, plan) for k, call in enumerate(joined.calls)]
+        self._session = loader.load_joined(
+            joined.session,
+            shared,
+            lambda: operators.Domain(shared.functions, tensors.table, DOMAIN, described),
+        )
 
     def action(self, frame: Frame, actions: Sequence[Action]) -> Action:
         """The main block in one frame; ``actions`` are those of the calls."""
-        self.load()
-        assert self._session is not None
         calls = [
             Prepared(self._live.tensors, call, self._plan, action, frame)
-            for call, action in zip(self.joined.calls, actions, strict=True)
+            for call, action in zip(self.calls, actions, strict=True)
         ]
         run = Run(next(self._keys), self._live, calls)
         binding = self._session.bind()
-        binding.bind_input(self.joined.token, INT64, (1,), address(run.token))
-        binding.bind_output(self.joined.last, INT64, (1,), address(run.last))
+        binding.bind_input(self._joined.token, INT64, (1,), address(run.token))
+        binding.bind_output(self._joined.last, INT64, (1,), address(run.last))
         moving = []
         for port in self._inputs:
             held = frame.template[port.slot]

@@ -99,7 +99,7 @@ class Library:
         """
 
         def load(step: SubSession, *, copied: bool) -> session.Session:
-            model, entries, given = self._declare(step)
+            proto, entries, given = self._declare(step)
             options = session.Options(shared, self._threads)
             try:
                 for key, text in (entries | pools.spinning(self._threads, pools.JOINED)).items():
@@ -116,6 +116,7 @@ class Library:
             except BaseException:
                 options.release()
                 raise
+            model = proto.SerializeToString()
             return session.Session(shared, options, model, domain.at, domain.kept, self._values)
 
         return self._tried(step, load)
@@ -136,7 +137,7 @@ class Library:
         except (ort.Fail, ort.NotImplemented, ort.InvalidGraph) as error:
             raise _unsupported(step, str(error)) from None
 
-    def _declare(self, step: SubSession) -> tuple[bytes, dict[str, str], list[Weight]]:
+    def _declare(self, step: SubSession) -> tuple[onnx.ModelProto, dict[str, str], list[Weight]]:
         """The model, entries of the configuration, and the weights that we have to bring."""
         proto = onnx.ModelProto.FromString(step.model)
         folders = {
@@ -150,11 +151,11 @@ class Library:
         given = [w for w in step.weights if w.shared or not mapped]
         if not mapped:
             _refer_nowhere(proto, {w.name for w in given})
-        return bytes(proto.SerializeToString()), entries, given
+        return proto, entries, given
 
     def _load(self, step: SubSession, *, copied: bool) -> onnxruntime.InferenceSession:
-        model, entries, given = self._declare(step)
-        options = _options(1 if _counts_only(step.model) else self._threads)
+        proto, entries, given = self._declare(step)
+        options = _options(1 if _counts_only(proto.graph) else self._threads)
         for key, text in entries.items():
             options.add_session_config_entry(key, text)
         values = [self._value(w) for w in given]
@@ -165,7 +166,9 @@ class Library:
                 options.add_initializer(weight.name, value)
             if not step.packs:
                 options.add_session_config_entry(_NO_PACKING, "1")
-        return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(
+            proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
 
     def _value(self, weight: Weight) -> onnxruntime.OrtValue:
         """The OrtValue over the one array of a weight; onnxruntime keeps no reference to it."""
@@ -208,12 +211,11 @@ def _place(value: onnxruntime.OrtValue) -> session.Weight:
     return session.Weight(value.element_type(), tuple(value.shape()), value.data_ptr())
 
 
-def _counts_only(model: bytes) -> bool:
+def _counts_only(graph: onnx.GraphProto) -> bool:
     """Whether all that goes in and out are integers: positions, lengths, masks, indices.
 
     Nothing of it is worth waking a second thread for.
     """
-    graph = onnx.ModelProto.FromString(model).graph
     ports = {v.type.tensor_type.elem_type for v in (*graph.input, *graph.output)}
     return ports | {t.data_type for t in graph.initializer} <= _INTEGERS
 

@@ -34,7 +34,7 @@ def loaded(monkeypatch):
     def load(program, one: bool, threads: int = 1) -> Session:
         monkeypatch.setattr(joined, "FEWEST", 1 if one else sys.maxsize)
         session = Session(program, threads=threads, fuse="off")
-        assert (session._engine._joined is not None) == one
+        assert (session._engine._joined.get() is not None) == one
         return session
 
     return load
@@ -79,14 +79,14 @@ def test_long_contexts_on_the_threads_of_the_library(loaded) -> None:
 def test_one_session_is_the_functional_meaning(seeds, monkeypatch) -> None:
     """Of whatever can be joined among random programs."""
     monkeypatch.setattr(joined, "FEWEST", 1)
-    of, made = joined.of, []
+    load, made = joined.load, []
 
     def watched(plan, loader):
-        runner = of(plan, loader)
+        runner = load(plan, loader)
         made.append(runner is not None)
         return runner
 
-    monkeypatch.setattr(joined, "of", watched)
+    monkeypatch.setattr(joined, "load", watched)
     for seed in seeds(800):
         soundness.judge(strategies.seeded(seed), order=False, fuse=("off",))
     assert sum(made) >= 10  # most have bodies, or nodes of the library that read storage
@@ -286,7 +286,7 @@ def test_what_the_library_does_not_take_as_a_whole_runs_in_parts(monkeypatch, fu
     monkeypatch.setattr(library.Library, "load_joined", refuse)
     session = Session(program, fuse=fuse)
     found, _ = decode(session, PROMPTS)
-    assert session._engine._joined is None
+    assert session._engine._joined.get() is None
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.tobytes() == theirs.tobytes()
 
@@ -315,7 +315,7 @@ def test_bindings_run_at_the_same_time(loaded) -> None:
 def test_a_session_goes_with_its_last_user(loaded) -> None:
     session = loaded(decoders.decoder(Shape()), one=True)
     logits, _ = decode(session, PROMPTS)
-    gone = weakref.ref(session._engine._joined._session)
+    gone = weakref.ref(session._engine._joined.get()._session)
     before = logits[0].copy()
     del session
     gc.collect()
@@ -357,7 +357,7 @@ from onnx_inplace import Session
 kept = []
 for seed in range(3):
     session = Session(decoder(Shape(layers=8), seed), threads=2, fuse="off")
-    assert session._engine._joined is not None
+    assert session._engine._joined.get() is not None
     caches = {p.name: session.allocate(p.name, max_length=16) for p in session.mutable_inputs}
     step = session.bind(**caches)
     for k in range(5):
