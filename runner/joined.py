@@ -19,8 +19,9 @@ from onnx_inplace.compiler.steps import ExecutionPlan, SubSession
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner import library, pools
 from onnx_inplace.runner.actions import Action, Slots
+from onnx_inplace.runner.border import Border
 from onnx_inplace.runner.frames import Frame
-from onnx_inplace.runner.joined_call import INT64, Border, Prepared, Tensors
+from onnx_inplace.runner.joined_call import INT64, Prepared, Tensors
 from onnx_inplace.runner.joined_run import Live, Run
 from onnx_inplace.runner.native import operators, session
 
@@ -94,8 +95,8 @@ class JoinedRunner:
         """
         self.calls, self._joined, self._plan = joined.calls, joined, plan
         self._keys = itertools.count()
-        self._inputs = [Border(plan, port) for port in joined.session.inputs]
-        self._outputs = [Border(plan, port) for port in joined.session.outputs]
+        self._inputs = [Border.of(plan, port) for port in joined.session.inputs]
+        self._outputs = [Border.of(plan, port) for port in joined.session.outputs]
         tensors = Tensors(shared.functions)
         live = self._live = Live(tensors)
         described = [live.operator(k, call, plan) for k, call in enumerate(joined.calls)]
@@ -143,7 +144,7 @@ class JoinedRunner:
                 made = binding.made(1 + len(known), [port.dtype for port in unknown])
                 for port, array in zip(unknown, made, strict=True):
                     slots[port.slot] = array
-                    if port.fixed:
+                    if port.value.fixed:
                         frame.note(port.slot, array.shape)
 
         return act

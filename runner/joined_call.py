@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,11 +9,12 @@ import numpy as np
 
 from onnx_inplace.compiler import joining
 from onnx_inplace.compiler.joining import Call
-from onnx_inplace.compiler.steps import ExecutionPlan, Port
+from onnx_inplace.compiler.steps import ExecutionPlan
 from onnx_inplace.numba_kernels import foreign
 from onnx_inplace.numba_kernels.foreign import Functions as Places
 from onnx_inplace.numba_kernels.memory import address
-from onnx_inplace.runner.actions import Action, Array, DType, Slots
+from onnx_inplace.runner.actions import Action, Array, Slots
+from onnx_inplace.runner.border import Border, over
 from onnx_inplace.runner.frames import Frame
 from onnx_inplace.runner.joined_compiled import Compiled
 from onnx_inplace.runner.layers import LayerAction
@@ -24,21 +23,8 @@ from onnx_inplace.runner.native.functions import Functions
 
 INT64 = 7  # element type
 _TOKEN = (1, 1)  # rank and size
-_MOST_PLACES = (
-    8  # combinations of addresses that a call keeps arrays for: most runs have one of few
-)
-
-
-class Border:
-    """A value that passes between the library and a call."""
-
-    def __init__(self, plan: ExecutionPlan, port: Port) -> None:
-        """What the plan says of it."""
-        value = plan.values[port.slot]
-        assert value.dtype is not None
-        self.name, self.slot, self.fixed = port.name, port.slot, value.fixed
-        self.code: int = value.dtype.value
-        self.dtype: DType = value.dtype.numpy()
+_MOST_PLACES = 8
+"""Combinations of addresses that a call keeps arrays for: most runs have one of few."""
 
 
 class Tensors:
@@ -78,8 +64,8 @@ class Prepared:
         self, tensors: Tensors, call: Call, plan: ExecutionPlan, action: Action, frame: Frame
     ) -> None:
         self._tensors, self._action, self._frame = tensors, action, frame
-        self._inputs = [Border(plan, port) for port in call.inputs]
-        self._outputs = [Border(plan, port) for port in call.outputs]
+        self._inputs = [Border.of(plan, port) for port in call.inputs]
+        self._outputs = [Border.of(plan, port) for port in call.outputs]
         ports = [*self._inputs, *self._outputs]
         self._slots = [port.slot for port in ports]
         self._results = [port.slot for port in self._outputs]
@@ -90,7 +76,7 @@ class Prepared:
         self._compiled: Compiled | None = None
         self._places: tuple[int, ...] | None = None  # of the last run
         self._arrays: dict[tuple[int, ...], list[Array]] = {}
-        self._known = all(port.fixed and port.slot in frame.shapes for port in ports)
+        self._known = all(port.value.fixed and port.slot in frame.shapes for port in ports)
         if self._known:
             self._forms = [(frame.shapes[port.slot], port.dtype) for port in ports]
             self._shapes = _shapes([frame.shapes[slot] for slot in self._results])
@@ -158,7 +144,7 @@ class Prepared:
     def _views(self, places: tuple[int, ...]) -> list[Array]:
         if len(self._arrays) >= _MOST_PLACES:
             self._arrays.clear()
-        found = [_view(p, *form) for p, form in zip(places, self._forms, strict=True)]
+        found = [over(p, *form) for p, form in zip(places, self._forms, strict=True)]
         self._arrays[places] = found
         return found
 
@@ -168,16 +154,16 @@ class Prepared:
         try:
             for number, (port, place) in enumerate(zip(self._inputs, addresses, strict=True), 1):
                 value = functions.make("KernelContext_GetInput", context, number)
-                slots[port.slot] = array = _view(place, session.shape(functions, value), port.dtype)
-                if port.fixed:
+                slots[port.slot] = array = over(place, session.shape(functions, value), port.dtype)
+                if port.value.fixed:
                     note(port.slot, array.shape)
             self._action(slots)
             results = [slots[slot] for slot in self._results]
             shapes = _shapes([array.shape for array in results])
             places = self._tensors.provide(token, context, shapes, len(results))
             for port, place, array in zip(self._outputs, places, results, strict=True):
-                _put(_view(place, array.shape, port.dtype), array)
-                if port.fixed:
+                _put(over(place, array.shape, port.dtype), array)
+                if port.value.fixed:
                     note(port.slot, array.shape)
         finally:
             for slot in self._end:
@@ -187,16 +173,6 @@ class Prepared:
 def _shapes(shapes: Sequence[tuple[int, ...]]) -> Array:
     """As ``foreign.provide`` takes them, the token's before them."""
     return np.array([*_TOKEN, *(n for shape in shapes for n in (len(shape), *shape))], np.int64)
-
-
-def _view(place: int, shape: tuple[int, ...], dtype: DType) -> Array:
-    """An array over memory of the library."""
-    size = math.prod(shape) * dtype.itemsize
-    if not size:
-        return np.empty(shape, dtype)
-    memory: Any = (ctypes.c_uint8 * size).from_address(place)
-    array: Array = np.frombuffer(memory, np.uint8).view(dtype).reshape(shape)
-    return array
 
 
 def _put(target: Array, value: Any) -> None:

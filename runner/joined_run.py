@@ -15,7 +15,8 @@ from onnx_inplace.numba_kernels.append_attend import REFUSED, WRITTEN
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner import team, workspace
 from onnx_inplace.runner.actions import Slots
-from onnx_inplace.runner.joined_call import INT64, Border, Prepared, Tensors
+from onnx_inplace.runner.border import Border
+from onnx_inplace.runner.joined_call import INT64, Prepared, Tensors
 from onnx_inplace.runner.joined_compiled import CLIPPED, Compiled
 from onnx_inplace.runner.native import operators
 
@@ -35,8 +36,8 @@ class Live:
 
     def operator(self, number: int, call: Call, plan: ExecutionPlan) -> operators.Operator:
         """What the library calls back for the call of this number."""
-        inputs = [Border(plan, port).code for port in (*call.inputs, *call.unread)]
-        outputs = [Border(plan, port).code for port in call.outputs]
+        inputs = [Border.of(plan, port).code for port in (*call.inputs, *call.unread)]
+        outputs = [Border.of(plan, port).code for port in call.outputs]
         count, runs, at = 1 + len(call.inputs), self.runs, self.tensors.at
         collect, read = self.tensors.collect, ctypes.c_int64.from_address
 

@@ -7,9 +7,7 @@ way through ``session.run``.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,20 +20,10 @@ from onnx_inplace.compiler.steps import Block, ExecutionPlan, Storage, SubSessio
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner import library
 from onnx_inplace.runner.actions import Action, Array, DType, Slots
+from onnx_inplace.runner.border import Border, over
 from onnx_inplace.runner.frames import Frame
 
 _CPU = ort.OrtDevice(ort.OrtDevice.cpu(), ort.OrtDevice.default_memory(), 0)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Port:
-    """A value at the border of a sub-session."""
-
-    name: str
-    slot: int
-    value: Value
-    code: int  # element type as ONNX numbers it
-    dtype: DType
 
 
 class SubSessionRunner:
@@ -58,12 +46,8 @@ class SubSessionRunner:
         self.step, self._loader = step, loader
         self._owner: onnxruntime.InferenceSession | None = None
         self._lock = threading.Lock()
-        self._inputs = (
-            [_port(p.name, plan.values[p.slot]) for p in step.inputs] if self._plain else []
-        )
-        self._outputs = (
-            [_port(p.name, plan.values[p.slot]) for p in step.outputs] if self._plain else []
-        )
+        self._inputs = [Border.of(plan, p) for p in step.inputs] if self._plain else []
+        self._outputs = [Border.of(plan, p) for p in step.outputs] if self._plain else []
 
     def load(self) -> None:
         """Load the model, if that has not been done.
@@ -193,12 +177,7 @@ def _refuse_parts_of_a_byte(value: Value) -> None:
         )
 
 
-def _port(name: str, value: Value) -> _Port:
-    assert value.dtype is not None
-    return _Port(name, value.slot, value, value.dtype.value, value.dtype.numpy())
-
-
-def _checked(port: _Port, array: Array) -> Array:
+def _checked(port: Border, array: Array) -> Array:
     """An address says nothing about type and layout: compare them once, when a frame begins."""
     if array.dtype != port.dtype or not array.flags.c_contiguous:
         raise TypeError(
@@ -213,22 +192,4 @@ def _to_numpy(value: Any, dtype: DType) -> Array:
     if dtype.isbuiltin == 1:
         array: Array = value.numpy()
         return array
-    shape: Sequence[int] = value.shape()
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    if not size:
-        return np.empty(shape, dtype)
-    memory = _Memory(value, size)
-    return np.asarray(memory).view(dtype).reshape(shape)
-
-
-class _Memory:
-    """Bytes of an OrtValue for numpy; types of ml_dtypes have no other way."""
-
-    def __init__(self, value: Any, size: int):
-        self._value = value
-        self.__array_interface__ = {
-            "data": (value.data_ptr(), False),
-            "shape": (size,),
-            "typestr": "|u1",
-            "version": 3,
-        }
+    return over(value.data_ptr(), value.shape(), dtype, value)

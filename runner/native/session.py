@@ -7,12 +7,12 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import onnx_ir as ir
 
 from onnx_inplace.runner.actions import Array, DType
+from onnx_inplace.runner.border import over
 from onnx_inplace.runner.native.functions import Functions, load
 
 _SILENT = 4  # log severity: fatal
@@ -239,27 +239,18 @@ class Binding:
         return [_array(functions, v or 0, d) for v, d in zip(found[first:], dtypes, strict=True)]
 
 
-class _Memory:
-    """The elements of an OrtValue, which lives as long, for numpy."""
+class _Value:
+    """Gives an OrtValue back when no array over it is left."""
 
-    def __init__(self, functions: Functions, value: int, size: int) -> None:
+    def __init__(self, functions: Functions, value: int) -> None:
         _release_with(self, functions, [("Value", value)])
-        self.__array_interface__: dict[str, Any] = {
-            "data": (functions.make("GetTensorMutableData", value), False),
-            "shape": (size,),
-            "typestr": "|u1",
-            "version": 3,
-        }
 
 
 def _array(functions: Functions, value: int, dtype: DType) -> Array:
     """The memory of an OrtValue as an array that keeps it alive."""
-    sizes = shape(functions, value)
-    size = math.prod(sizes) * dtype.itemsize
-    if not size:
-        functions.release("Value", value)
-        return np.empty(sizes, dtype)
-    return np.asarray(_Memory(functions, value, size)).view(dtype).reshape(sizes)
+    owner = _Value(functions, value)
+    place = functions.make("GetTensorMutableData", value)
+    return over(place, shape(functions, value), dtype, owner)
 
 
 def shape(functions: Functions, value: int) -> tuple[int, ...]:
