@@ -112,9 +112,9 @@ def _stretches(steps: Sequence[Step]) -> Iterator[SubSession | tuple[Step, ...]]
 
 def _passes(plan: ExecutionPlan, slot: int) -> bool:
     """Whether the library may hold a value: a tensor with elements of whole bytes, no storage."""
-    value = plan.values[slot]
-    plain = value.dtype not in (None, ir.DataType.STRING) and value.pages is None
-    return plain and value.root is None and value.dtype is not None and value.dtype.bitwidth >= 8
+    dtype = plan.values[slot].dtype
+    whole = dtype is not None and dtype != ir.DataType.STRING and dtype.bitwidth >= 8
+    return whole and is_own(plan, slot)
 
 
 def is_own(plan: ExecutionPlan, slot: int) -> bool:
@@ -147,14 +147,13 @@ def _calls(
     calls: list[Call] = []
     held: dict[int, Port] = {}
     before: tuple[Port, ...] = ()
-    numbers = iter(range(len(groups)))
+    waiting = iter(groups)
     for stretch in stretches:
         if isinstance(stretch, SubSession):
             before = stretch.outputs
             held |= {p.slot: p for p in before}
             continue
-        number = next(numbers)
-        steps = tuple(groups[number])
+        steps = tuple(next(waiting))
         read = dict.fromkeys(slot for step in steps for slot in _reads(step) if slot in held)
         made = dict.fromkeys(
             slot for step in steps for slot in makes(step) if slot in needed and is_own(plan, slot)
@@ -162,7 +161,7 @@ def _calls(
         outputs = tuple(names.get(slot) or Port(plan.values[slot].name, slot) for slot in made)
         calls.append(
             Call(
-                f"Call{number}",
+                f"Call{len(calls)}",
                 steps,
                 tuple(held[slot] for slot in read),
                 tuple(p for p in before if p.slot not in read),

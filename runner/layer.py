@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -28,6 +29,9 @@ class Layer(abc.ABC):
         steps: in order of the plan; the last one attends.
     """
 
+    calls: ClassVar[types.ModuleType]
+    """Kernels of its kind: ``append_and_attend``, and ``called``, the same for C."""
+
     steps: tuple[steps.Kernel, ...]
 
     @property
@@ -40,13 +44,15 @@ class Layer(abc.ABC):
         ]
         return [(new, old) for new, old in named if new is not None and old is not None]
 
-    @abc.abstractmethod
     def ready(self) -> Callable[[int, int, int], int]:
         """Compile the call: ``append_and_attend`` of ``append_attend`` or of one of its like."""
+        run: Callable[[int, int, int], int] = self.calls.append_and_attend.ready()
+        return run
 
-    @abc.abstractmethod
     def called(self) -> int:
         """The address of the same for C, compiled."""
+        at: int = self.calls.called.ready().address
+        return at
 
     @abc.abstractmethod
     def serves(self, roots: Mapping[str, Any]) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeGuard
 
 import numpy as np
 
@@ -62,18 +63,9 @@ class _Layer(layer.Layer):
         key: which update is that of keys.
     """
 
+    calls: ClassVar[types.ModuleType] = append_attend
     steps: tuple[steps.Kernel, steps.Kernel, steps.Kernel]
     key: int
-
-    def ready(self) -> Callable[[int, int, int], int]:
-        """Compile the call."""
-        run: Callable[[int, int, int], int] = append_attend.append_and_attend.ready()
-        return run
-
-    def called(self) -> int:
-        """Its address for C."""
-        at: int = append_attend.called.ready().address
-        return at
 
     def serves(self, roots: Mapping[str, Any]) -> bool:
         """Whether both caches are there."""

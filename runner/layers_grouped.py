@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -39,17 +40,8 @@ def find(block: Sequence[steps.Step], index: int) -> layer.Layer | None:
 class _Layer(layer.Layer):
     """See ``layer.Layer``."""
 
+    calls: ClassVar[types.ModuleType] = rows_append_attend
     steps: tuple[steps.Kernel]
-
-    def ready(self) -> Callable[[int, int, int], int]:
-        """Compile the call."""
-        run: Callable[[int, int, int], int] = rows_append_attend.append_and_attend.ready()
-        return run
-
-    def called(self) -> int:
-        """Its address for C."""
-        at: int = rows_append_attend.called.ready().address
-        return at
 
     def serves(self, roots: Mapping[str, Any]) -> bool:
         """Whether both caches are there."""

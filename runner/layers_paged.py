@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeGuard
 
 from onnx_inplace.compiler import steps
 from onnx_inplace.numba_kernels import objects, pages, pages_append_attend
@@ -54,17 +55,8 @@ def _is(step: steps.Step, op_type: str) -> TypeGuard[steps.Kernel]:
 class _Layer(layer.Layer):
     """See ``layer.Layer``."""
 
+    calls: ClassVar[types.ModuleType] = pages_append_attend
     steps: tuple[steps.Kernel, steps.Kernel]
-
-    def ready(self) -> Callable[[int, int, int], int]:
-        """Compile the call."""
-        run: Callable[[int, int, int], int] = pages_append_attend.append_and_attend.ready()
-        return run
-
-    def called(self) -> int:
-        """Its address for C."""
-        at: int = pages_append_attend.called.ready().address
-        return at
 
     def serves(self, roots: Mapping[str, Any]) -> bool:
         """Whether the cache is there, and page ids are places in its table."""
