@@ -1,9 +1,9 @@
 """Threads of onnxruntime: where it has some, and whose they are."""
 
-import os
 import subprocess
 import sys
 
+import heaps
 import numpy as np
 import onnx
 import onnxruntime
@@ -92,16 +92,7 @@ for fuse in ("off", "auto"):
 
 def decoded(pools: str) -> str:
     """What a process prints that decodes, and whose heap is checked to the end."""
-    done = subprocess.run(
-        [sys.executable, "-c", DECODES, pools],
-        env=os.environ
-        | {"PYTHONPATH": os.path.dirname(__file__), "MALLOC_CHECK_": "3", "MALLOC_PERTURB_": "165"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+    return heaps.printed(DECODES, pools)
 
 
 @pytest.mark.kernel
