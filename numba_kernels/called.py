@@ -15,7 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from onnx_inplace.numba_kernels.append_attend import DONE
-from onnx_inplace.numba_kernels.foreign import Functions, Team, call_2, call_3, call_4, call_5
+from onnx_inplace.numba_kernels.foreign import Team, call_2, call_4, create, fetch
 from onnx_inplace.numba_kernels.memory import kernel, load_int64, store_int64
 
 _INT = ir.IntType(64)
@@ -131,11 +131,9 @@ def _leave_gil(typing_context, state):
 @njit
 def _are_there(functions, context, layer):
     """Whether tensors that go in are where arrays of a compiled call are."""
-    data, place = load_int64(functions + 8 * Functions.DATA), _slot()
+    place = _slot()
     for number in range(1, load_int64(layer + 8 * Layer.INPUTS)):
-        if call_3(load_int64(functions + 8 * Functions.INPUT), (context, number, place)) != 0:
-            return False
-        if call_2(data, (load_int64(place), place)) != 0:
+        if fetch(functions, context, number, place) != 0:
             return False
         if load_int64(place) != load_int64(layer + 8 * (Layer.PLACES + number - 1)):
             return False
@@ -145,22 +143,16 @@ def _are_there(functions, context, layer):
 @njit
 def _come_there(functions, context, layer, run):
     """Whether tensors that come out are there, too. The first gets the token."""
-    output, data = (
-        load_int64(functions + 8 * Functions.OUTPUT), load_int64(functions + 8 * Functions.DATA),
-    )  # fmt: skip
     place, shapes = _slot(), load_int64(layer + 8 * Layer.SHAPES)
     wanted = layer + 8 * (Layer.PLACES + load_int64(layer + 8 * Layer.INPUTS) - 2)
     for number in range(load_int64(layer + 8 * Layer.OUTPUTS)):
-        rank = load_int64(shapes)
-        if call_5(output, (context, number, shapes + 8, rank, place)) != 0:
-            return False
-        if call_2(data, (load_int64(place), place)) != 0:
+        if create(functions, context, number, shapes, place) != 0:
             return False
         if number == 0:
             store_int64(load_int64(place), run)
         elif load_int64(place) != load_int64(wanted + 8 * number):
             return False
-        shapes += 8 * (rank + 1)
+        shapes += 8 * (load_int64(shapes) + 1)
     return True
 
 
@@ -192,10 +184,7 @@ def compute(operator, context):
         0, or what the library says of a failure.
     """
     functions, place = load_int64(operator + 8 * Operator.FUNCTIONS), _slot()
-    status = call_3(load_int64(functions + 8 * Functions.INPUT), (context, 0, place))
-    if status == 0:
-        data = load_int64(functions + 8 * Functions.DATA)
-        status = call_2(data, (load_int64(place), place))
+    status = fetch(functions, context, 0, place)
     if status != 0:
         return status
     run = load_int64(load_int64(place))

@@ -92,6 +92,28 @@ def _caller(count):
 call_2, call_3, call_4, call_5 = (_caller(count) for count in (2, 3, 4, 5))
 
 
+@njit
+def fetch(functions, context, number, place):
+    """Write the address of the elements of a tensor that goes in to ``place``; 0, or why not."""
+    status = call_3(load_int64(functions + 8 * Functions.INPUT), (context, number, place))
+    if status != 0:
+        return status
+    return call_2(load_int64(functions + 8 * Functions.DATA), (load_int64(place), place))
+
+
+@njit
+def create(functions, context, number, shape, place):
+    """Make a tensor that comes out, and write the address of its elements; 0, or why not.
+
+    ``shape``: address of its rank and sizes.
+    """
+    sizes = shape + 8, load_int64(shape)
+    status = call_5(load_int64(functions + 8 * Functions.OUTPUT), (context, number, *sizes, place))
+    if status != 0:
+        return status
+    return call_2(load_int64(functions + 8 * Functions.DATA), (load_int64(place), place))
+
+
 @on_demand("int64(int64,int64,int64,int64)")
 def collect(functions, context, count, places):
     """Write the addresses of the elements of ``count`` tensors that go in, int64, to ``places``.
@@ -100,11 +122,7 @@ def collect(functions, context, count, places):
         What the library says if it has no such tensor, else 0.
     """
     for number in range(count):
-        place = places + 8 * number
-        status = call_3(load_int64(functions + 8 * Functions.INPUT), (context, number, place))
-        if status == 0:
-            data = load_int64(functions + 8 * Functions.DATA)
-            status = call_2(data, (load_int64(place), place))
+        status = fetch(functions, context, number, places + 8 * number)
         if status != 0:
             return status
     return 0
@@ -126,15 +144,10 @@ def provide(functions, context, count, shapes, places, token):
         What the library says if it cannot make one, else 0.
     """
     for number in range(count):
-        place, rank = places + 8 * number, load_int64(shapes)
-        output = load_int64(functions + 8 * Functions.OUTPUT)
-        status = call_5(output, (context, number, shapes + 8, rank, place))
-        if status == 0:
-            data = load_int64(functions + 8 * Functions.DATA)
-            status = call_2(data, (load_int64(place), place))
+        status = create(functions, context, number, shapes, places + 8 * number)
         if status != 0:
             return status
-        shapes += 8 * (rank + 1)
+        shapes += 8 * (load_int64(shapes) + 1)
     store_int64(load_int64(places), token)
     return 0
 
@@ -153,6 +166,13 @@ def sharing_of(at):
 
 
 @njit
+def _loop(functions, context, function, job):
+    workers = load_int64(job + 8 * Job.WORKERS)
+    run = load_int64(functions + 8 * Functions.LOOP)
+    return call_5(run, (context, function, workers, workers, job))
+
+
+@njit
 def share(team, x, function, places):
     """Run a kernel on threads of the library as each of ``x.workers``; whether it has been run.
 
@@ -163,11 +183,11 @@ def share(team, x, function, places):
     for k in range(9):
         store_int64(job + 8 * (k + 1), places[k])
     store_int64(job + 8 * Job.WORKERS, x.workers)
-    functions, context = (
+    functions, context, part_ = (
         load_int64(team + 8 * Team.FUNCTIONS), load_int64(team + 8 * Team.CONTEXT),
+        load_int64(team + 8 * Team.PART),
     )  # fmt: skip
-    run, part_ = load_int64(functions + 8 * Functions.LOOP), load_int64(team + 8 * Team.PART)
-    return call_5(run, (context, part_, x.workers, x.workers, job)) == 0
+    return _loop(functions, context, part_, job) == 0
 
 
 @njit
@@ -179,6 +199,4 @@ def splits_of(x, longest):
 @on_demand("int64(int64,int64,int64,int64)")
 def loop(functions, context, function, job):
     """Run a ``Job`` on threads of the library; ``function`` is the address of :func:`part`."""
-    workers = load_int64(job + 8 * Job.WORKERS)
-    run = load_int64(functions + 8 * Functions.LOOP)
-    return call_5(run, (context, function, workers, workers, job))
+    return _loop(functions, context, function, job)
