@@ -30,7 +30,7 @@ from onnx_inplace.numba_kernels import (
     vector,
 )
 from onnx_inplace.numba_kernels.memory import FIELD, OnDemand, address
-from onnx_inplace.runner import team, threads
+from onnx_inplace.runner import team, threads, work
 from onnx_inplace.runner.actions import Array, Settings
 
 KINDS: dict[np.dtype[Any], int] = {
@@ -46,8 +46,6 @@ of 64, 500 of 32 heads of 128 (``benchmarks/crossover.py``)."""
 
 SHARED = 1 << 19
 """Products from which work is shared out: here a thread pays that is awake."""
-
-SHORTEST_SPLIT = 256  # tokens
 
 T = TypeVar("T")
 
@@ -188,9 +186,9 @@ class Call:
         self._all = np.full(p.batch, p.capacity, np.int64)
         self._kernels, self._serial = kernels, kernels.serial
         self._serial_arrays = kernels.serial_arrays
-        self._products = p.batch * p.heads * p.tokens * p.head_size
+        self._products = p.heads * p.tokens * p.head_size  # of a row and a key
         self._shared, self._long = (
-            least // max(self._products, 1) if kernels.threads > 1 else p.capacity
+            least // max(p.batch * self._products, 1) if kernels.threads > 1 else p.capacity
             for least in (min(SHARED, PARALLEL), PARALLEL)
         )
         fits = kernels.shape.fits(p)
@@ -236,7 +234,8 @@ class Call:
         start = time.perf_counter()
         self._run(places, parts, self._kernels.threads if parallel else 1)
         took = self._policy.parallel_took if parallel else self._policy.serial_took
-        took(self._products * longest, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        took(self._products * work.seen(p, lengths, at_end=p.at_end), seconds)
 
     def on_arrays(
         self,
@@ -272,7 +271,7 @@ class Call:
         """What a call without mask and sinks is."""
         workers, parts = self._kernels.threads, self._splits(self.problem.capacity)
         space = 8 * max(self._workspace, self._words(workers, parts))
-        sizes = self._shared, SHORTEST_SPLIT, parts, workers
+        sizes = self._shared, work.SHORTEST_SPLIT, parts, workers
         sharing = foreign.Sharing(*sizes, self._merge)
         return Plain(self._kernel, self._layout_address, space, sharing)
 
@@ -291,7 +290,7 @@ class Call:
         if self._decode is None:
             return 1
         rows = self.problem.batch * self.problem.kv_heads
-        return splits(longest, rows, self._kernels.threads)
+        return work.splits(longest, rows, self._kernels.threads)
 
     def _run(self, places: tuple[int, ...], splits: int, workers: int) -> None:
         alone = workers == 1 and splits == 1
@@ -302,18 +301,6 @@ class Call:
             self._serial(self._kernel, *places, address(workspace), 1)
             return
         team.run(self._kernel, (*places, address(workspace)), workers, self._merge)
-
-
-def splits(longest: int, rows: int, workers: int) -> int:
-    """Parts of the tokens of each row: more items than threads, so that a late one is no loss.
-
-    As many items for each thread: with 3 rows in 3 parts, one of two threads has a fifth item when
-    the other one has nothing more to do.
-    """
-    most = -(-4 * workers // rows)
-    while most * rows % workers:
-        most += 1
-    return max(1, min(longest // SHORTEST_SPLIT, most))
 
 
 class Calls(Generic[T]):

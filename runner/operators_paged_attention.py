@@ -7,7 +7,6 @@ judged before the call, or before the run.
 from __future__ import annotations
 
 import collections
-import math
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -26,18 +25,16 @@ from onnx_inplace.numba_kernels import (
 from onnx_inplace.numba_kernels.layout import bits
 from onnx_inplace.numba_kernels.memory import FIELD, address, pointer
 from onnx_inplace.numba_kernels.pages_kernels import Accuracy
-from onnx_inplace.runner import team, threads, workspace
+from onnx_inplace.runner import team, threads, work, workspace
 from onnx_inplace.runner.actions import Action, Array, Settings, Slots, result, reusable
 from onnx_inplace.runner.attend import (
     KINDS,
     PARALLEL,
     SHARED,
-    SHORTEST_SPLIT,
     Calls,
     Known,
     Plain,
     known_dim,
-    splits,
 )
 from onnx_inplace.runner.page_codec import Codec
 from onnx_inplace.runner.page_pieces import check_readable, ends_of, reading
@@ -193,10 +190,9 @@ class Call:
         self._array = np.array(self._layout, np.int64)
         self._addresses = self._kernels.attend, address(self._array), address(self._page_kernels)
         self._workers = workers
-        self._products = math.prod(query.shape)
-        self._unseen = (x.tokens - 1) // 2 if options.causal else 0  # by a query, on average
+        self._products = x.kv_heads * x.group * x.tokens * x.head_size  # of a sequence and a key
         self._shared, self._long = (
-            least // max(self._products, 1) if workers > 1 else _NEVER
+            least // max(batch * self._products, 1) if workers > 1 else _NEVER
             for least in (min(SHARED, PARALLEL), PARALLEL)
         )
         self._policy = _policies[self._page_kernels.tobytes(), x.tokens == 1]
@@ -225,15 +221,15 @@ class Call:
         workers = 1 if alone else self._workers
         size = pages_attention.workspace_size(self._layout, parts, workers)
         arguments = *arguments, address(workspace.of_thread(size)), parts
-        work = self._products * max(1, longest - self._unseen)
         start = time.perf_counter()
         if alone:
             self._serial(*arguments)
         else:
             self._team(arguments, workers)
         if not awake and longest > self._long:
+            seconds = time.perf_counter() - start
             took = self._policy.serial_took if alone else self._policy.parallel_took
-            took(work, time.perf_counter() - start)
+            took(self._products * work.seen(self._layout, lengths, at_end=True), seconds)
 
     @property
     def plain(self) -> Plain:
@@ -242,13 +238,13 @@ class Call:
         x = self._layout
         parts = self._splits(x.blocks * x.page_size)
         space = pages_attention.workspace_size(x, parts, self._workers)
-        sizes = self._shared, SHORTEST_SPLIT, parts, self._workers
+        sizes = self._shared, work.SHORTEST_SPLIT, parts, self._workers
         sharing = foreign.Sharing(*sizes, self._kernels.merge)
         return Plain(attend, layout, max(self._alone, space), sharing)
 
     def _splits(self, longest: int) -> int:
         """As many on one thread as on several: see ``attend.Call``."""
-        return splits(longest, self._layout.batch * self._layout.kv_heads, self._workers)
+        return work.splits(longest, self._layout.batch * self._layout.kv_heads, self._workers)
 
     @property
     def page_kernels(self) -> int:

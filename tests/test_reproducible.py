@@ -8,7 +8,7 @@ from decoders import Shape, decoder
 
 from onnx_inplace import PagedCache, Session, formats
 from onnx_inplace.dsl import FLOAT, FLOAT16, INT64, Alias, Mutable, Paged, kv, model, op
-from onnx_inplace.runner import attend, operators_paged_attention, threads
+from onnx_inplace.runner import attend, operators_paged_attention, threads, work
 
 pytestmark = pytest.mark.kernel
 
@@ -25,7 +25,7 @@ def _a_clock_that_decides_otherwise_each_time(monkeypatch):
     """Every second call runs on several threads, in another order in every session."""
     for module in (attend, operators_paged_attention):
         monkeypatch.setattr(module, "PARALLEL", 0)
-        monkeypatch.setattr(module, "SHORTEST_SPLIT", 16)
+    monkeypatch.setattr(work, "SHORTEST_SPLIT", 16)
     turns = itertools.cycle([True, False, False, True, True])
     monkeypatch.setattr(threads.Policy, "parallel", lambda policy: next(turns))
 

@@ -1,0 +1,52 @@
+"""How much a call of attention has to do, as the clock counts it, and in how many parts."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from onnx_inplace.runner.actions import Array
+
+SHORTEST_SPLIT = 256  # tokens
+
+
+class Window(Protocol):
+    """Queries of a row, and what one of them sees; see ``numba_kernels.layout.Layout``."""
+
+    @property
+    def tokens(self) -> int:
+        """Queries."""
+
+    @property
+    def left(self) -> int:
+        """Keys before its own; -1: all."""
+
+    @property
+    def right(self) -> int:
+        """Keys behind its own; -1: all."""
+
+
+def seen(window: Window, lengths: Array, *, at_end: bool) -> int:
+    """Keys that the middle one of the queries sees, all rows of the batch together.
+
+    What a call takes is in proportion to it: the clock may compare short rows with long ones, and
+    layers with a window with layers without.
+    """
+    middle, total = window.tokens // 2, 0
+    for length in lengths.tolist():
+        position = length - window.tokens + middle if at_end else middle
+        low = max(0, position - window.left) if window.left >= 0 else 0
+        high = min(length, position + window.right + 1) if window.right >= 0 else length
+        total += max(1, high - low)
+    return total
+
+
+def splits(longest: int, rows: int, workers: int) -> int:
+    """Parts of the tokens of each row: more items than threads, so that a late one is no loss.
+
+    As many items for each thread: with 3 rows in 3 parts, one of two threads has a fifth item when
+    the other one has nothing more to do.
+    """
+    most = -(-4 * workers // rows)
+    while most * rows % workers:
+        most += 1
+    return max(1, min(longest // SHORTEST_SPLIT, most))
