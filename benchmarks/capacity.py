@@ -16,7 +16,7 @@ import onnxruntime_peer as peer
 import ours
 import record
 import timing
-from problem import random_problems
+from problem import alone, random_problems
 from record import Bound, Claim, Row
 from side_by_side import ATTENTION, GROUP_QUERY, OURS, pair
 from timing import Pair
@@ -39,10 +39,10 @@ def main(arguments: list[str] | None = None) -> bool:
     for kind in given.cache:
         for capacity in given.capacities:
             spare = capacity - given.valid
-            steps = ours.dense(problems, kind, threads, spare)
+            steps = ours.dense(alone(problems), kind, threads, spare)
             calls[OURS, kind, capacity] = pair([step.run for step in steps])
             if kind in PEERS:
-                runs = peer.group_query_attention(problems, kind, threads, spare)
+                runs = peer.group_query_attention(alone(problems), kind, threads, spare)
                 calls[GROUP_QUERY, kind, capacity] = pair(runs)
             if kind == WHOLE:
                 runs = peer.attention(problems, ours.DTYPES[kind], threads, spare)

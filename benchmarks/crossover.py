@@ -19,7 +19,7 @@ import memory_speed
 import ours
 import record
 import timing
-from problem import random_problems
+from problem import alone, random_problems
 from record import Row
 from side_by_side import pair
 from timing import Pair
@@ -37,12 +37,12 @@ def variants(shape: str, kind: str) -> dict[tuple[int, int], Pair]:
     found = {}
     for work in WORK:
         tokens = max(2, work // (kv_heads * group * size))
-        problems = random_problems(kv_heads, group, size, tokens)
+        batches = alone(random_problems(kv_heads, group, size, tokens))
         for count in (1, 2):
             if kind in ours.DTYPES:
-                steps = ours.dense(problems, kind, count)
+                steps = ours.dense(batches, kind, count)
             else:
-                steps = ours.paged(problems, [kind], count)
+                steps = ours.paged(batches, [kind], count)
             found[tokens, count] = pair([step.run for step in steps])
     return found
 

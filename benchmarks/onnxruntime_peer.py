@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import onnxruntime
 from numpy.typing import NDArray
-from problem import Array, Problem
+from problem import Array, Batch, Problem
 
 Run = Callable[[], Array]
 
@@ -99,32 +99,33 @@ def _bound(
     return run
 
 
-def quantized(x: Array, bits: int) -> tuple[Array, NDArray[np.float32]]:
-    """Codes with one scale for the tensor, and the scale; two 4-bit codes a byte, low one first."""
+def quantized(several: Sequence[Array], bits: int) -> tuple[list[Array], NDArray[np.float32]]:
+    """Codes with one scale for all, and the scale; two 4-bit codes a byte, low one first."""
     most = 2 ** (bits - 1) - 1
-    scale = np.float32(np.abs(x).max() / most)
-    codes = np.clip(np.rint(x / scale), -most, most).astype(np.int8)
-    if bits == 8:
-        return codes, scale[np.newaxis]
-    nibbles = (codes + 8).astype(np.uint8)
-    return nibbles[..., ::2] | nibbles[..., 1::2] << 4, scale[np.newaxis]
+    scale = np.float32(max(np.abs(x).max() for x in several) / most)
+    codes = [np.clip(np.rint(x / scale), -most, most).astype(np.int8) for x in several]
+    if bits == 4:
+        nibbles = [(x + 8).astype(np.uint8) for x in codes]
+        codes = [x[..., ::2] | x[..., 1::2] << 4 for x in nibbles]
+    return codes, scale[np.newaxis]
 
 
 def group_query_attention(
-    problems: Sequence[Problem], kind: str, threads: int, spare: int = 0
+    batches: Sequence[Batch], kind: str, threads: int, spare: int = 0
 ) -> list[Run]:
     """The operator that is made for this, past and present in one buffer.
 
     Args:
-        problems: of one shape; what is attended to; the newest tokens are written.
+        batches: of one shape; what is attended to; the newest tokens are written. All sequences
+            of a batch have buffers as long as the longest one needs.
         kind: one of ``GROUP_QUERY_TYPES``.
         threads: of onnxruntime.
-        spare: tokens of the buffers beyond the valid ones.
+        spare: tokens of the buffers beyond those of the longest sequence.
 
     Returns:
-        A run for each of the problems, all of one session. It gives (1, heads, new, head_size).
+        A run for each of the batches, all of one session: (batch, heads, new, head_size).
     """
-    bits, asked = GROUP_QUERY_TYPES[kind].bits, problems[0]
+    bits, asked = GROUP_QUERY_TYPES[kind].bits, batches[0][0]
     names = ["query", "key", "value", "past_key", "past_value", "lengths", "total"]
     attributes: dict[str, object] = {}
     if bits:
@@ -144,35 +145,36 @@ def group_query_attention(
         **attributes,
     )
     shared = {"present_key": "past_key", "present_value": "past_value"}
-    several = [_group_query_feeds(problem, kind, spare) for problem in problems]
-    shape = 1, asked.new, asked.heads, asked.size
+    several = [_group_query_feeds(batch, kind, spare) for batch in batches]
+    shape = len(batches[0]), asked.new, asked.heads, asked.size
     runs = prepared(node, several, shared, several[0]["query"].dtype.type, threads)
     return [lambda run=run: run().reshape(shape).swapaxes(1, 2) for run in runs]
 
 
-def _group_query_feeds(problem: Problem, kind: str, spare: int) -> dict[str, Array]:
-    """Inputs of ``group_query_attention`` by name, caches with room for ``spare`` tokens."""
-    cache_type, new = GROUP_QUERY_TYPES[kind], problem.new
+def _group_query_feeds(batch: Batch, kind: str, spare: int) -> dict[str, Array]:
+    """Inputs of ``group_query_attention`` by name; see there."""
+    cache_type, new = GROUP_QUERY_TYPES[kind], batch[0].new
     dtype = np.float16 if cache_type.dtype is np.float16 else np.float32
 
-    def flat(x: Array) -> Array:
-        return np.ascontiguousarray(x.swapaxes(0, 1).reshape(1, new, -1).astype(dtype))
+    def flat(several: Sequence[Array]) -> Array:
+        tokens = np.stack([x[:, -new:].swapaxes(0, 1) for x in several])
+        return np.ascontiguousarray(tokens.reshape(len(batch), new, -1).astype(dtype))
 
-    feeds = {
-        "query": flat(problem.query),
-        "key": flat(problem.keys[:, -new:]),
-        "value": flat(problem.values[:, -new:]),
-    }
-    caches = {"past_key": problem.keys, "past_value": problem.values}
-    if cache_type.bits:
-        for name, scale in (("past_key", "key_scale"), ("past_value", "value_scale")):
-            caches[name], feeds[scale] = quantized(caches[name], cache_type.bits)
-    for name, cache in caches.items():
-        room = np.ones((1, cache.shape[0], cache.shape[1] + spare, cache.shape[2]), cache.dtype)
-        room[0, :, : cache.shape[1]] = cache
-        feeds[name] = room.astype(cache_type.dtype, copy=False)
-    feeds["lengths"] = np.array([problem.tokens - 1], np.int32)
-    feeds["total"] = np.array(problem.tokens, np.int32)
+    halves = {"key": [p.keys for p in batch], "value": [p.values for p in batch]}
+    feeds = {"query": flat([p.query for p in batch])}
+    feeds |= {name: flat(several) for name, several in halves.items()}
+    capacity = max(p.tokens for p in batch) + spare
+    for name, several in halves.items():
+        if cache_type.bits:
+            several, feeds[f"{name}_scale"] = quantized(several, cache_type.bits)
+        heads, _, size = several[0].shape
+        room = np.ones((len(batch), heads, capacity, size), cache_type.dtype)
+        for row, cache in zip(room, several, strict=True):
+            row[:, : cache.shape[1]] = cache
+        feeds[f"past_{name}"] = room
+    lengths = [p.tokens for p in batch]
+    feeds["lengths"] = np.array(lengths, np.int32) - 1
+    feeds["total"] = np.array(max(lengths), np.int32)
     return feeds
 
 

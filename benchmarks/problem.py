@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,15 @@ class Problem:
             f"{new} over {self.tokens:,}, {self.kv_heads} kv heads of {self.size}, "
             f"{group} queries a head"
         )
+
+
+Batch = Sequence[Problem]
+"""Sequences that one call attends to, each to itself: they differ in ``tokens`` only."""
+
+
+def alone(problems: Sequence[Problem]) -> list[Batch]:
+    """Each as a batch of one sequence."""
+    return [(problem,) for problem in problems]
 
 
 def random_problem(

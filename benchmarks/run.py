@@ -24,6 +24,8 @@ SHAPES = "--shapes 128x4 64x3 --cache float32 float16 bfloat16 INT8 FP8_E4M3 FP8
 PIECES = {
     "attention": "attention.py",
     "attention-shapes": f"attention.py --no-peers {SHAPES}",
+    "batch": "batch.py --shapes 8x128x4",
+    "batch-small": "batch.py --shapes 3x64x3",
     "prefill": "prefill.py",
     "capacity": "capacity.py",
     "quantize": "quantize.py",

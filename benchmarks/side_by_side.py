@@ -10,7 +10,7 @@ import memory_speed
 import onnxruntime_peer as peer
 import ours
 import timing
-from problem import Problem
+from problem import Batch, Problem, alone
 from record import Row
 from timing import Call, Pair, Spent
 
@@ -109,18 +109,18 @@ class Table(NamedTuple):
         return found
 
 
-def steps(problems: Sequence[Problem], label: str, threads: int) -> list[ours.Step]:
-    """Ours, by the label of a ``Contest``; one for each of the problems."""
+def steps(batches: Sequence[Batch], label: str, threads: int) -> list[ours.Step]:
+    """Ours, by the label of a ``Contest``; one for each of the batches."""
     kind, portable = label.removesuffix(", portable"), label.endswith(", portable")
     with ours.portable(portable):
         if kind in ours.DTYPES:
-            return ours.dense(problems, kind, threads)
+            return ours.dense(batches, kind, threads)
         if kind == "mixture":
             pattern = [name for name, count in MIXTURE.items() for _ in range(count)]
-            return ours.paged(problems, pattern, threads)
+            return ours.paged(batches, pattern, threads)
         level = 4 if kind.endswith(" fast") else 0
         name = kind.removesuffix(" pages").removesuffix(" fast")
-        return ours.paged(problems, [name], threads, level)
+        return ours.paged(batches, [name], threads, level)
 
 
 def peers(contest: Contest, skipped: list[str]) -> dict[Key, Pair]:
@@ -129,7 +129,7 @@ def peers(contest: Contest, skipped: list[str]) -> dict[Key, Pair]:
     found: dict[Key, Pair] = {}
     for kind in contest.group_query:
         for count in both:
-            runs = peer.group_query_attention(problems, kind, count)
+            runs = peer.group_query_attention(alone(problems), kind, count)
             found[Key(GROUP_QUERY, kind, count)] = pair(runs)
     for kind in contest.attention:
         runs = peer.attention(problems, ours.DTYPES[kind], contest.threads)
@@ -155,7 +155,7 @@ def measure(contest: Contest, rounds: int, skipped: list[str]) -> Table:
     problem, threads = contest.problems[0], contest.threads
     nbytes = 8 * problem.keys.size  # as a float32 cache
     (counts, read), (before, _) = (memory_speed.reading(nbytes, threads) for _ in "ab")
-    mine = {label: steps(contest.problems, label, threads) for label in contest.ours}
+    mine = {label: steps(alone(contest.problems), label, threads) for label in contest.ours}
     calls = {Key(READING, "", threads): Pair(before, counts)}
     for label, made in mine.items():
         calls[Key(OURS, label, threads)] = pair([step.run for step in made])

@@ -39,19 +39,19 @@ def paged(
     size: int,
     accuracy_level: int = 0,
 ) -> Program:
-    """Over pages of these formats."""
+    """Over pages of these formats, a row of the block table for each sequence."""
     allowed = [formats.BUILTIN[name] for name in dict.fromkeys(names)]
     pages = Paged[(FLOAT[2, kv_heads, page_size, size], *allowed)]
 
     @model
     def attend(
         cache: Mutable[pages],
-        blocks: INT64["blocks"],
-        query: FLOAT[1, heads, "n", size],
-        values: FLOAT[2, kv_heads, "n", size],
-        position: INT64[()],
-        length: INT64[()],
-    ) -> tuple[FLOAT[1, heads, "n", size], Alias["cache"]]:
+        blocks: INT64["batch", "blocks"],
+        query: FLOAT["batch", heads, "n", size],
+        values: FLOAT[2, "batch", kv_heads, "n", size],
+        position: INT64["batch"],
+        length: INT64["batch"],
+    ) -> tuple[FLOAT["batch", heads, "n", size], Alias["cache"]]:
         updated = kv.PagedCacheUpdate(cache, blocks, values, position)
         output = kv.PagedAttention(
             query, updated, blocks, length, is_causal=1, accuracy_level=accuracy_level

@@ -98,7 +98,7 @@ def test_an_unknown_piece_is_refused(capsys: Any) -> None:
 
 @pytest.mark.kernel
 def test_compiled_code_is_told_from_the_runner() -> None:
-    (step,) = ours.dense([problem.random_problem(2, 3, 64, 4096)], "float32", 1)
+    (step,) = ours.dense([[problem.random_problem(2, 3, 64, 4096)]], "float32", 1)
     for _ in range(3):
         step.run()  # prepares its call
     profile = cProfile.Profile()

@@ -16,6 +16,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import attention
+import batch
 import capacity
 import ggml
 import memory_speed
@@ -30,6 +31,7 @@ import update
 
 TINY = {
     attention: "--tokens 100 --shapes 64x3 32x3 --heads 2 --cache float32 INT8 --rounds 1",
+    batch: "--lengths 100,30 3x40 --shapes 2x64x3 --cache float32 INT8 --rounds 1",
     prefill: "--lengths 16/100 --shape 64x3 --heads 2 --cache float16 INT8 --rounds 1",
     capacity: "--valid 100 --capacities 128 512 --cache float32 --rounds 1",
     quantize: "--tokens 20 --formats FLOAT16 INT8 --rounds 1",
@@ -101,9 +103,9 @@ def attend(asked: problem.Problem) -> np.ndarray:
 
 
 PEERS: dict[str, Callable[[problem.Problem], Callable[[], np.ndarray]]] = {
-    "float32": lambda p: onnxruntime_peer.group_query_attention([p], "float32", 1, spare=5)[0],
-    "float16": lambda p: onnxruntime_peer.group_query_attention([p], "float16", 1)[0],
-    "int8": lambda p: onnxruntime_peer.group_query_attention([p], "int8", 1)[0],
+    "float32": lambda p: onnxruntime_peer.group_query_attention([[p]], "float32", 1, spare=5)[0],
+    "float16": lambda p: onnxruntime_peer.group_query_attention([[p]], "float16", 1)[0],
+    "int8": lambda p: onnxruntime_peer.group_query_attention([[p]], "int8", 1)[0],
     "Attention": lambda p: onnxruntime_peer.attention([p], np.float32, 1, spare=5)[0],
 }
 
@@ -157,26 +159,53 @@ def test_enough_is_read_between_two_calls_over_one_cache(
     assert sum(read) - variants * (320 << 20) < 1 << 30
 
 
-TWICE: dict[str, Callable[[list[problem.Problem]], list[Callable[[], np.ndarray]]]] = {
-    "array": lambda both: [step.run for step in ours.dense(both, "float16", 1)],
-    "pages": lambda both: [step.run for step in ours.paged(both, ["INT8"], 1)],
-    "GroupQueryAttention": lambda both: onnxruntime_peer.group_query_attention(both, "float16", 1),
-    "Attention": lambda both: onnxruntime_peer.attention(both, np.float32, 1),
+@pytest.mark.parametrize(("text", "lengths"), [("3x40", [40] * 3), ("100,30", [100, 30])])
+def test_lengths_of_a_batch(text: str, lengths: list[int]) -> None:
+    assert batch.lengths_of(text) == lengths
+    assert [asked.tokens for asked in batch.batch("2x64x3", text, 1)] == lengths
+
+
+UNEQUAL = [[problem.random_problem(2, 3, 64, n, 1, n + k) for n in (50, 7, 300)] for k in (0, 1)]
+
+BATCHES: dict[str, Callable[[], list[Callable[[], np.ndarray]]]] = {
+    "array": lambda: [step.run for step in ours.dense(UNEQUAL, "float16", 1)],
+    "pages": lambda: [step.run for step in ours.paged(UNEQUAL, ["INT8"], 1)],
+    "float16": lambda: onnxruntime_peer.group_query_attention(UNEQUAL, "float16", 1),
+    "int8": lambda: onnxruntime_peer.group_query_attention(UNEQUAL, "int8", 1),
 }
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("name", TWICE)
-def test_two_steps_of_a_session_attend_each_to_its_own_cache(name: str) -> None:
+@pytest.mark.parametrize("name", BATCHES)
+def test_each_sequence_of_each_batch_attends_to_itself(name: str) -> None:
+    runs = BATCHES[name]()
+    for sequences, run in [*zip(UNEQUAL, runs, strict=True)] * 2:
+        for asked, output in zip(sequences, run(), strict=True):
+            assert problem.error(output, attend(asked)) < 0.05  # of another one it would be about 1
+
+
+@pytest.mark.kernel
+def test_two_runs_of_onnxruntimes_attention_attend_each_to_its_own_cache() -> None:
     both = problem.random_problems(2, 3, 64, 50)
-    runs = TWICE[name](list(both))
+    runs = onnxruntime_peer.attention(both, np.float32, 1)
     for asked, run in [*zip(both, runs, strict=True)] * 2:
-        assert problem.error(run(), attend(asked)) < 0.05  # of the other cache it would be about 1
+        assert problem.error(run(), attend(asked)) < 0.05
 
 
 @pytest.mark.kernel
 def test_ours_reports_an_error_of_what_it_computed() -> None:
-    (step,) = ours.dense([problem.random_problem(2, 3, 64, 50)], "float32", 1)
+    (step,) = ours.dense([[problem.random_problem(2, 3, 64, 50)]], "float32", 1)
     assert step.error() < 5e-6
     step.keep.run = lambda **_: {"output": np.ones((1, 6, 1, 64), np.float32)}
+    assert step.error() > 0.1
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("wrong", [0, 2])
+def test_the_error_of_a_batch_is_that_of_its_worst_sequence(wrong: int) -> None:
+    step, _ = ours.dense(UNEQUAL, "float32", 1)
+    output = step.run().copy()
+    assert step.error() < 5e-6
+    output[wrong] += 1
+    step.keep.run = lambda **_: {"output": output}
     assert step.error() > 0.1
