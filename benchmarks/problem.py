@@ -97,14 +97,15 @@ def reference(query: Array, keys: Array, values: Array) -> Array:
     """Attention in float64: (heads, new, head_size), for what is stored; shapes of ``Problem``."""
     kv_heads, tokens, size = keys.shape
     heads, new, _ = query.shape
-    asked = query.reshape(kv_heads, -1, new, size).astype(np.float64)
-    scores = np.einsum("kgnd,ktd->kgnt", asked, keys.astype(np.float64)) / np.sqrt(size)
     unseen = np.arange(tokens) > np.arange(tokens - new, tokens)[:, np.newaxis]
-    scores[..., unseen] = -np.inf
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    output = np.einsum("kgnt,ktd->kgnd", weights, values.astype(np.float64))
-    return output.reshape(heads, new, size)
+    output = np.empty((heads, new, size))
+    for head in range(heads):  # one by one: all scores of a long prompt would take gigabytes
+        k, v = (half[head * kv_heads // heads].astype(np.float64) for half in (keys, values))
+        scores = query[head].astype(np.float64) @ k.T / np.sqrt(size)
+        scores[unseen] = -np.inf
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        output[head] = weights @ v / weights.sum(-1, keepdims=True)
+    return output
 
 
 def error(output: Array, expected: Array, significant_bits: int = 24) -> float:

@@ -29,13 +29,13 @@ from onnx_inplace.numba_kernels.prefill_parts import (
 KIND, SIZE, ROWS = 5, 64, 128  # specialised
 
 LOG2_E = np.float32(1.4426950408889634)
-NUMBERS = TILE * (4 * SIZE + BLOCK) + 4 * BLOCK + SIZE + BLOCK
+NUMBERS = TILE * (3 * SIZE + BLOCK) + 4 * BLOCK + SIZE + BLOCK
 SCRATCH = LINE + NUMBERS * 4 + BLOCK * 16 + pages_encode.space_size(TILE, SIZE)
 
 DECODED = KIND == INTEGER
 ROW = SIZE * (SIZES[FLOAT32] if DECODED else SIZES[KIND])  # bytes
 
-pack = make_pack(FLOAT32 if DECODED else KIND, SIZE)
+pack = make_pack(FLOAT32 if DECODED else KIND, SIZE, keys_only=DECODED)
 multiply_keys = make_product(SIZE, TILE, False)
 add_values = make_product(TILE, SIZE, True)
 
@@ -63,7 +63,7 @@ def attend(task):
     key, value = read_half(x.description, 0), read_half(x.description, 1)
     limits = (x.scratch + LINE - 1) // LINE * LINE
     rows_at = limits + BLOCK * 16
-    keys, values = rows_at + TILE * SIZE * 8, rows_at + TILE * SIZE * 12
+    keys, values = rows_at + TILE * SIZE * 4, rows_at + TILE * SIZE * 8
     scores = values + TILE * SIZE * 4
     factors = scores + TILE * BLOCK * 4
     tops = factors + BLOCK * 4
@@ -83,9 +83,12 @@ def attend(task):
         count = min(TILE, x.last - tile)
         key_rows, value_rows = x.key + tile * ROW, x.value + tile * ROW
         if DECODED:
-            key_rows, value_rows = rows_at, rows_at + TILE * ROW
+            key_rows, value_rows = rows_at, values
             tile_of(page, key, 0, x.key, tile, count, key_rows, space)
-            tile_of(page, value, 1, x.value, tile, count, value_rows, space)
+            tile_of(page, value, 1, x.value, tile, count, values, space)
+            rest = floats(values + count * ROW, (TILE - count) * SIZE)
+            for i in range((TILE - count) * SIZE):  # has no weight, but has to be a number
+                rest[i] = 0
         pack(key_rows, ROW, value_rows, ROW, count, keys, values)
         if DECODED:
             following = 0

@@ -51,8 +51,10 @@ def ask(typing_context, place, size):
     return types.void(_I, _I), generate
 
 
-def make_pack(kind: int, size: int) -> Any:
+def make_pack(kind: int, size: int, *, keys_only: bool = False) -> Any:
     """``pack(keys, key_stride, values, value_stride, count, to_keys, to_values)``.
+
+    With ``keys_only`` nothing is read at ``values`` and written to ``to_values``.
 
     Shapes:
         keys, values: (count) rows of ``size`` elements of ``kind``, strides in bytes, count <= TILE
@@ -83,7 +85,7 @@ def make_pack(kind: int, size: int) -> Any:
                     for j, row in enumerate(rows):
                         place = e.add(e.times(e.add(column, j), TILE), first)
                         e.store(row, e.add(to_keys, e.times(place, 4)))
-                    for j, row in enumerate(value_rows):
+                    for j, row in enumerate(() if keys_only else value_rows):
                         place = e.add(e.times(e.add(first, j), size), column)
                         e.store(load(e, e.add(row, offset)), e.add(to_values, e.times(place, 4)))
             return context.get_dummy_value()
