@@ -1,7 +1,7 @@
 """Attention of a prompt: many new tokens over what is cached, beside GroupQueryAttention.
 
     python benchmarks/prefill.py
-    python benchmarks/prefill.py --lengths 128/4096 512/512 --cache float16 INT8
+    python benchmarks/prefill.py --lengths 16/4096 512/512 --cache float16 INT8
 
 "128/4096" are 128 new tokens, the last ones of 4,096. Every variant writes them and attends. Ours
 has --threads threads; the peer has one and --threads, and the better one counts.
