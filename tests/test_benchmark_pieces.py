@@ -54,13 +54,13 @@ def test_bytes_of_a_token_are_weights_and_cache() -> None:
 
 def test_pages_grow_and_arrays_do_not(tmp_path: Path) -> None:
     path = tmp_path / "bytes.json"
-    assert cache_bytes.main(["--lengths", "32", "96", "--json", str(path)])
+    assert cache_bytes.main(["--lengths", "64", "192", "--json", str(path)])
     rows = json.loads(path.read_text())["rows"]
     size = {(row["variant"], row["tokens"]): row["bytes"] for row in rows}
     token = 30 * 2 * 3 * 64  # elements of all layers
-    assert [size["FLOAT16 pages", n] for n in (32, 96)] == [2 * token * n for n in (32, 96)]
-    assert size["INT8 pages", 96] < 0.6 * size["FLOAT16 pages", 96]
-    assert size["llama.cpp, float16", 32] == size["llama.cpp, float16", 96] == 2 * token * 96
+    assert [size["FLOAT16 pages", n] for n in (64, 192)] == [2 * token * n for n in (64, 192)]
+    assert size["INT8 pages", 192] < 0.6 * size["FLOAT16 pages", 192]
+    assert size["llama.cpp, float16", 64] == size["llama.cpp, float16", 192] == 2 * token * 192
 
 
 def test_pictures_show_what_was_measured(tmp_path: Path) -> None:

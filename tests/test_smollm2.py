@@ -30,6 +30,12 @@ pytestmark = pytest.mark.model
 
 CAPITAL = "What is the capital of France?"
 SEA = "Tell me about the sea in one sentence."
+LONG = """Say in one sentence what this is about.
+The sea is a large body of salt water that covers most of the earth. Ships have crossed it for
+thousands of years, and people who live beside it catch fish, gather salt and trade with those on
+other shores. Storms come from it, and rain, because the sun lifts water from it into the air, and
+winds carry it over the land. Twice a day the moon draws it up the beach and lets it fall again.
+Deep down it is dark and cold, and most of what lives there has never been seen by anybody."""
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +128,7 @@ def test_fast_mode_stays_close(element, reference, text, load) -> None:
 
 def test_pages_say_what_numpy_says(reference, text, load) -> None:
     """In 32 bits, to the token; old pages in fewer bits stay close, and are far smaller."""
-    prompt = text.encode(tokenizer.first_turn(SEA)).ids
+    prompt = text.encode(tokenizer.first_turn(LONG)).ids
     expected, logits = expected_logits(reference, prompt, 110)
     session = load(Precision.EXACT, generate.PAGED)
 
@@ -132,7 +138,7 @@ def test_pages_say_what_numpy_says(reference, text, load) -> None:
     forced = teacher_forced(plain, prompt, expected[:31])
     np.testing.assert_allclose(forced, logits[:32], atol=2e-4)
 
-    short = [Tier("FLOAT16", tokens=32), Tier("INT8", tokens=32), Tier("INT4")]
+    short = [Tier("FLOAT16", tokens=64), Tier("INT8", tokens=64), Tier("INT4")]
     tiers = paged.PagedConversation(session, 300, tiers=ByAge(short, first=1))
     assert divergence(logits, teacher_forced(tiers, prompt, expected)) < 0.02
     assert set(tiers.formats()) == {"FLOAT16", "INT8", "INT4"}

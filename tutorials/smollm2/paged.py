@@ -11,10 +11,10 @@ from onnx_inplace import PagedCache, SequencePool, Session, policy
 from onnx_inplace.runner.outputs import Outputs
 
 TIERS = policy.ByAge(
-    [policy.Tier("FLOAT16", tokens=96), policy.Tier("INT8", tokens=96), policy.Tier("INT4")],
+    [policy.Tier("FLOAT16", tokens=128), policy.Tier("INT8", tokens=128), policy.Tier("INT4")],
     first=1,
 )
-"""The newest 96 tokens and the first page in 16 bits, 96 more in 8, the rest in 4."""
+"""The newest 128 tokens and the first page in 16 bits, 128 more in 8, the rest in 4."""
 
 
 class PagedConversation:

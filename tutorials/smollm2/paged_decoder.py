@@ -1,6 +1,6 @@
 """The same decoder over pages: one paged cache a layer, and one block table for all of them.
 
-A page holds keys and values of 32 tokens, in a format of its own. The model says which formats
+A page holds keys and values of 64 tokens, in a format of its own. The model says which formats
 there may be; which page gets which is decided between runs (``paged.py``).
 """
 
@@ -12,7 +12,7 @@ from onnx_inplace import formats
 from onnx_inplace.compiler import Program
 from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, Paged, kv, model, op, weight
 
-PAGE_SIZE = 32  # [tokens]
+PAGE_SIZE = 64  # [tokens]
 
 
 def paged_decoder(config: Config, weights: Weights, precision: Precision) -> Program:
