@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import memory_speed
 import onnxruntime_peer as peer
+import ours
 import record
 import timing
 from problem import Batch, random_problem
@@ -126,7 +127,8 @@ def main(arguments: list[str] | None = None) -> bool:
         calls = variants(case, given.threads)
         named = {str(key): call for key, call in calls.items()}
         cool = memory_speed.cooling(len(calls), given.threads)
-        times = timing.layered(named, given.rounds, cool)
+        with ours.without_pauses():
+            times = timing.layered(named, given.rounds, cool)
         timing.report_layers(str(case), times)
         for key in calls:
             row: Row = {"family": key.family, "shape": case.shape, "cache": case.kind}

@@ -49,7 +49,8 @@ def main(arguments: list[str] | None = None) -> bool:
                 calls[ATTENTION, kind, capacity] = pair(runs)
     names = {f"{who}, {kind}, capacity {n:,}": (who, kind, n) for who, kind, n in calls}
     variants = {name: calls[key] for name, key in names.items()}
-    times = timing.layered(variants, given.rounds, memory_speed.cooling(len(calls), threads))
+    with ours.without_pauses():
+        times = timing.layered(variants, given.rounds, memory_speed.cooling(len(calls), threads))
     found = {names[name]: time.later for name, time in times.items()}
     timing.report_layers(f"{problems[0]}, {threads} threads", times)
     rows: list[Row] = []

@@ -17,6 +17,7 @@ import step_models
 from problem import Array, Batch, error, reference
 
 from onnx_inplace import Session, formats
+from onnx_inplace.runner import threads
 
 PAGE = 128  # [tokens]
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -46,7 +47,24 @@ def portable(wanted: bool) -> Iterator[None]:
         yield
 
 
-def dense(batches: Sequence[Batch], kind: str, threads: int, spare: int = 0) -> list[Step]:
+@contextlib.contextmanager
+def without_pauses() -> Iterator[None]:
+    """Every call may try several threads: a loss costs its own call, not those that follow.
+
+    Elsewhere some losses leave the next 32 calls to one thread, a small part of what a decoder does
+    and all that a variant of a benchmark has.
+    """
+    decide = threads.Policy.parallel
+
+    def parallel(policy: threads.Policy) -> bool:
+        policy.pause = 0
+        return decide(policy)
+
+    with mock.patch.object(threads.Policy, "parallel", parallel):
+        yield
+
+
+def dense(batches: Sequence[Batch], kind: str, workers: int, spare: int = 0) -> list[Step]:
     """Over two arrays of type ``kind``, with room for ``spare`` tokens behind the longest sequence.
 
     Returns:
@@ -55,7 +73,7 @@ def dense(batches: Sequence[Batch], kind: str, threads: int, spare: int = 0) -> 
     """
     asked = batches[0][0]
     model = step_models.dense(kind, asked.heads, asked.kv_heads, asked.size)
-    session = Session(model, threads=threads)
+    session = Session(model, threads=workers)
     return [_over_arrays(session, batch, kind, spare) for batch in batches]
 
 
@@ -91,7 +109,7 @@ def _over_arrays(session: Session, batch: Batch, kind: str, spare: int) -> Step:
 
 
 def paged(
-    batches: Sequence[Batch], kinds: Sequence[str], threads: int, accuracy_level: int = 0
+    batches: Sequence[Batch], kinds: Sequence[str], workers: int, accuracy_level: int = 0
 ) -> list[Step]:
     """Over pages of these formats in turn; the first one has to take single tokens.
 
@@ -101,7 +119,7 @@ def paged(
     """
     asked = batches[0][0]
     model = step_models.paged(kinds, asked.heads, asked.kv_heads, PAGE, asked.size, accuracy_level)
-    session = Session(model, threads=threads)
+    session = Session(model, threads=workers)
     return [_over_pages(session, batch, kinds) for batch in batches]
 
 

@@ -29,6 +29,8 @@ PIECES = {
     "prefill": "prefill.py --lengths 16/4096 128/4096 512/512",
     "prefill-long": "prefill.py --lengths 2048/2048 --rounds 5",
     "capacity": "capacity.py",
+    "crossover": "crossover.py",
+    "hot": "hot.py",
     "quantize": "quantize.py",
     "update": "update.py",
     "startup": "startup.py --cold",
