@@ -32,7 +32,7 @@ def seen(window: Window, lengths: Array, *, at_end: bool) -> int:
     layers with a window with layers without.
     """
     middle, total = window.tokens // 2, 0
-    for length in lengths.tolist():
+    for length in lengths.ravel().tolist():
         position = length - window.tokens + middle if at_end else middle
         low = max(0, position - window.left) if window.left >= 0 else 0
         high = min(length, position + window.right + 1) if window.right >= 0 else length

@@ -34,6 +34,11 @@ def visible(window: Window, length: int, at_end: bool) -> float:
     return sees.sum() / window.tokens
 
 
+def test_one_length_may_be_a_scalar() -> None:
+    window = Window(1, -1, 0)
+    assert work.seen(window, np.array(70), at_end=True) == 70
+
+
 @pytest.mark.parametrize("at_end", [True, False])
 @pytest.mark.parametrize(("left", "right"), [(-1, -1), (-1, 0), (20, 0), (20, 5)])
 @pytest.mark.parametrize(("tokens", "lengths"), [(1, [700]), (1, [90, 700, 300]), (64, [700, 200])])
