@@ -14,8 +14,6 @@ import numpy as np
 from numba import carray, njit
 
 from onnx_inplace.numba_kernels.floats import int64_at
-from onnx_inplace.numba_kernels.foreign import Sharing, share, sharing_of, splits_of
-from onnx_inplace.numba_kernels.invoke import call_kernel
 from onnx_inplace.numba_kernels.memory import copy, kernel, load_int64, on_demand, store_int64
 from onnx_inplace.numba_kernels.objects import (
     EXPECTED,
@@ -26,6 +24,7 @@ from onnx_inplace.numba_kernels.objects import (
     let_go,
     take_back,
 )
+from onnx_inplace.numba_kernels.sharing import Sharing, attend, sharing_of, splits_of
 
 REFUSED, WRITTEN, DONE = 0, 1, 2
 """What a call has done: nothing; keys and values are written; attention is done, too."""
@@ -126,31 +125,25 @@ def _call(slots, table, space, team):
     state = let_go()
     _update(first, cache, new, positions)
     _update(second, other, newer, others)
-    s, done = sharing_of(table + 8 * _SHARING), WRITTEN
-    places = x.layout, query, key, value, output, lengths, 0, 0, space
+    s = sharing_of(table + 8 * _SHARING)
     store_int64(space, 0)  # items that are done
-    store_int64(space + 8, 1)  # splits
-    if longest <= s.most:
-        call_kernel(x.kernel, (*places, 0, 1))
-        done = DONE
-    elif team != 0:
-        store_int64(space + 8, splits_of(s, longest))
-        if share(team, s, x.kernel, places):
-            if s.merge != 0:
-                call_kernel(s.merge, (*places, 0, s.workers))
-            done = DONE
+    store_int64(space + 8, splits_of(s, longest))
+    places = x.layout, query, key, value, output, lengths, 0, 0, space
+    done = DONE if attend(s, team, x.kernel, places, longest, s.merge) else WRITTEN
     take_back(state)
     return done
 
 
-@on_demand("int64(int64,int64,int64)", nogil=False)
-def append_and_attend(slots, table, space):
+@on_demand("int64(int64,int64,int64,int64)", nogil=False)
+def append_and_attend(slots, table, space, team):
     """Write keys and values into their caches, then attend; only if all is as expected.
 
     Args:
         slots: ``id`` of a list, whose items nobody changes meanwhile.
         table: address of what is expected, see :func:`table`.
-        space: ``id(...) + FIELD`` of workspace for the kernel; its first int64 become 0 and 1.
+        space: ``id(...) + FIELD`` of workspace for the kernel; its first int64 become 0 and the
+            number of splits.
+        team: address of a ``sharing.Team``; 0: attention over long sequences is left to the caller.
 
     Danger: places are in the list, sizes of writes and the Layout belong to the shapes that are
         expected, and new keys and values do not overlap caches.
@@ -158,10 +151,10 @@ def append_and_attend(slots, table, space):
     Returns:
         ``REFUSED``, ``WRITTEN`` or ``DONE``.
     """
-    return _call(slots, table, space, 0)
+    return _call(slots, table, space, team)
 
 
 @kernel("int64(int64,int64,int64,int64)")
 def called(slots, table, space, team):
-    """The same for a library that calls it, with its threads: ``team`` is a ``foreign.Team``."""
+    """The same for a library that calls it."""
     return _call(slots, table, space, team)

@@ -15,8 +15,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from onnx_inplace.numba_kernels.append_attend import DONE
-from onnx_inplace.numba_kernels.foreign import Team, call_2, call_4, create, fetch
+from onnx_inplace.numba_kernels.foreign import call_2, call_4, create, fetch
 from onnx_inplace.numba_kernels.memory import kernel, load_int64, store_int64
+from onnx_inplace.numba_kernels.sharing import Team
 
 _INT = ir.IntType(64)
 
@@ -70,7 +71,7 @@ class Layer(enum.IntEnum):
     SHAPES = 6
     """Address of their shapes, see ``foreign.provide``."""
     TEAM = 7
-    """What it takes: address of a ``foreign.Team``."""
+    """What it takes: address of a ``sharing.Team``."""
     PLACES = 8
     """Where the elements of tensors have to be, inputs before outputs, without the token."""
 

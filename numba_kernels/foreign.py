@@ -1,4 +1,4 @@
-"""What a kernel needs of a library that calls it: the memory of its tensors, and its threads.
+"""What a kernel needs of a library that calls it: the memory of its tensors.
 
 The library offers C functions; each returns 0, or the address of something that says why not.
 """
@@ -6,15 +6,12 @@ The library offers C functions; each returns 0, or the address of something that
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
 
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import njit, types
 from numba.extending import intrinsic
 
-from onnx_inplace.numba_kernels.floats import int64_at
-from onnx_inplace.numba_kernels.memory import kernel, load_int64, on_demand, store_int64
-from onnx_inplace.numba_kernels.team import work
+from onnx_inplace.numba_kernels.memory import load_int64, on_demand, store_int64
 
 _INT = ir.IntType(64)
 
@@ -28,50 +25,7 @@ class Functions(enum.IntEnum):
     """(context, number, sizes, rank, place): makes a tensor that comes out, writes it likewise."""
     DATA = 2
     """(tensor, place): writes the address of its elements to ``place``."""
-    LOOP = 3
-    """(context, function, total, batches, argument): ``function(argument, 0 .. total - 1)``."""
-    END = 4
-
-
-class Job(enum.IntEnum):
-    """Places of a kernel that several threads run, in int64; see ``invoke.invoke``."""
-
-    FUNCTION = 0
-    """Its address; the arguments up to the workspace follow."""
-    WORKERS = 10
-    END = 11
-
-
-class Team(enum.IntEnum):
-    """Places of what a compiled call needs to use the library's threads, in int64."""
-
-    FUNCTIONS = 0
-    """Address of a table, see ``Functions``."""
-    CONTEXT = 1
-    """Of the call that is in progress."""
-    PART = 2
-    """Address of :func:`part`."""
-    JOB = 3
-    """The job, see ``Job``."""
-    END = JOB + Job.END
-
-
-class Sharing(NamedTuple):
-    """How a compiled call shares out long sequences, int64.
-
-    Attributes:
-        most: [tokens] of a sequence that one thread takes alone, without splits.
-        shortest: [tokens] of a split.
-        splits: at most.
-        workers: threads.
-        merge: address of the kernel that joins splits; 0: there is none.
-    """
-
-    most: int
-    shortest: int
-    splits: int
-    workers: int
-    merge: int
+    END = 3
 
 
 def _caller(count):
@@ -150,53 +104,3 @@ def provide(functions, context, count, shapes, places, token):
         shapes += 8 * (load_int64(shapes) + 1)
     store_int64(load_int64(places), token)
     return 0
-
-
-@kernel("void(int64,int64)")
-def part(job, worker):
-    """Run the kernel of a ``Job`` as one of its workers."""
-    work(job, worker, load_int64(job + 8 * Job.WORKERS))
-
-
-@njit
-def sharing_of(at):
-    """The ``Sharing`` at an address."""
-    n = carray(int64_at(at), (5,))
-    return Sharing(n[0], n[1], n[2], n[3], n[4])
-
-
-@njit
-def _loop(functions, context, function, job):
-    workers = load_int64(job + 8 * Job.WORKERS)
-    run = load_int64(functions + 8 * Functions.LOOP)
-    return call_5(run, (context, function, workers, workers, job))
-
-
-@njit
-def share(team, x, function, places):
-    """Run a kernel on threads of the library as each of ``x.workers``; whether it has been run.
-
-    ``places``: its arguments up to the workspace.
-    """
-    job = team + 8 * Team.JOB
-    store_int64(job, function)
-    for k in range(9):
-        store_int64(job + 8 * (k + 1), places[k])
-    store_int64(job + 8 * Job.WORKERS, x.workers)
-    functions, context, part_ = (
-        load_int64(team + 8 * Team.FUNCTIONS), load_int64(team + 8 * Team.CONTEXT),
-        load_int64(team + 8 * Team.PART),
-    )  # fmt: skip
-    return _loop(functions, context, part_, job) == 0
-
-
-@njit
-def splits_of(x, longest):
-    """Into how many parts the longest of the sequences is split; see ``Sharing``."""
-    return max(1, min(longest // x.shortest, x.splits))
-
-
-@on_demand("int64(int64,int64,int64,int64)")
-def loop(functions, context, function, job):
-    """Run a ``Job`` on threads of the library; ``function`` is the address of :func:`part`."""
-    return _loop(functions, context, function, job)

@@ -16,8 +16,6 @@ from numba import carray, njit
 from onnx_inplace.numba_kernels import pages_call
 from onnx_inplace.numba_kernels.append_attend import DONE, REFUSED, WRITTEN
 from onnx_inplace.numba_kernels.floats import int32_at, int64_at
-from onnx_inplace.numba_kernels.foreign import Sharing, share, sharing_of, splits_of
-from onnx_inplace.numba_kernels.invoke import call_kernel
 from onnx_inplace.numba_kernels.memory import kernel, load_int64, on_demand
 from onnx_inplace.numba_kernels.objects import (
     EXPECTED,
@@ -29,6 +27,7 @@ from onnx_inplace.numba_kernels.objects import (
     take_back,
 )
 from onnx_inplace.numba_kernels.pages import call_writer
+from onnx_inplace.numba_kernels.sharing import Sharing, attend, sharing_of, splits_of
 
 IDS, VALUES, POSITIONS, QUERY, OUTPUT, LENGTHS = range(6)
 _ARRAYS = 6
@@ -181,30 +180,26 @@ def _call(slots, table, space, team):
     clipped = call_writer(x.writer, (*tables, ids, positions, space))
     s, done = sharing_of(table + 8 * _SHARING), WRITTEN
     if longest <= s.most or team != 0:
-        splits = 1 if longest <= s.most else splits_of(s, longest)
+        splits = splits_of(s, longest)
         begun = pages_call.prepare(
             at.addresses, at.formats, at.descriptions, x.kernels, ids, space, splits
         )
         places = x.layout, query, begun, 0, output, lengths, 0, 0, space
-        if longest <= s.most:
-            call_kernel(x.kernel, (*places, 0, 1))
-            done = DONE
-        elif share(team, s, x.kernel, places):
-            if splits > 1:
-                call_kernel(s.merge, (*places, 0, s.workers))
+        if attend(s, team, x.kernel, places, longest, s.merge if splits > 1 else 0):
             done = DONE
     take_back(state)
     return clipped * CLIPPED + done
 
 
-@on_demand("int64(int64,int64,int64)", nogil=False)
-def append_and_attend(slots, table, space):
+@on_demand("int64(int64,int64,int64,int64)", nogil=False)
+def append_and_attend(slots, table, space, team):
     """Write tokens into their pages, then attend; only if all is as expected.
 
     Args:
         slots: ``id`` of a list, whose items nobody changes meanwhile.
         table: address of what is expected, see :func:`table`.
         space: ``id(...) + FIELD`` of workspace of writing and of attention.
+        team: address of a ``sharing.Team``; 0: attention over long sequences is left to the caller.
 
     Danger: places are in the list, Values and PagesLayout belong to the shapes that are expected,
         and ``Where`` to tables that nobody changes meanwhile.
@@ -212,10 +207,10 @@ def append_and_attend(slots, table, space):
     Returns:
         ``REFUSED``, ``WRITTEN`` or ``DONE``; and ``CLIPPED`` times the numbers that were clipped.
     """
-    return _call(slots, table, space, 0)
+    return _call(slots, table, space, team)
 
 
 @kernel("int64(int64,int64,int64,int64)")
 def called(slots, table, space, team):
-    """The same for a library that calls it, with its threads: ``team`` is a ``foreign.Team``."""
+    """The same for a library that calls it."""
     return _call(slots, table, space, team)

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray, njit
 
-from onnx_inplace.numba_kernels.append_attend import DONE, REFUSED
+from onnx_inplace.numba_kernels.append_attend import DONE, REFUSED, WRITTEN
 from onnx_inplace.numba_kernels.floats import int32_at, int64_at
-from onnx_inplace.numba_kernels.invoke import call_kernel
 from onnx_inplace.numba_kernels.memory import kernel, load_int64, on_demand, store_int64
 from onnx_inplace.numba_kernels.objects import (
     EXPECTED,
@@ -27,6 +26,7 @@ from onnx_inplace.numba_kernels.objects import (
     take_back,
 )
 from onnx_inplace.numba_kernels.rows import place_rows
+from onnx_inplace.numba_kernels.sharing import Sharing, attend, sharing_of, splits_of
 
 QUERY, KEY, VALUE, KEYS, VALUES, LAST, TOTAL, COSINES, SINES, POSITIONS, OUTPUT = range(11)
 """Arrays; KEY, VALUE, COSINES, SINES and POSITIONS may be ``objects.NOTHING``."""
@@ -42,7 +42,6 @@ class Layer(NamedTuple):
     capacity: int  # [tokens] of the caches
     prompt: int  # 1: TOTAL is ``tokens``, which stand at the begin
     angles: int  # rows of COSINES; 0: nothing is rotated
-    most: int  # [tokens]: a longer row is left to the caller
     kernel: int  # address, of one that ``invoke.invoke`` calls
     layout: int  # address of its Layout
     queries: int  # address of ``rows.RowsLayout``; 0: the kernel takes queries as they are
@@ -57,20 +56,23 @@ class Layer(NamedTuple):
 
 _WORDS = len(Layer._fields)
 _LAYER = _ARRAYS * EXPECTED
+_SHARING = _LAYER + _WORDS
 
 
-def table(arrays: Sequence[Expected], layer: Layer) -> np.ndarray[Any, np.dtype[np.int64]]:
+def table(
+    arrays: Sequence[Expected], layer: Layer, sharing: Sharing
+) -> np.ndarray[Any, np.dtype[np.int64]]:
     """``table`` of :data:`append_and_attend`: eleven arrays."""
-    rows: list[tuple[int, ...]] = [*arrays, layer]
+    rows: list[tuple[int, ...]] = [*arrays, layer, sharing]
     return np.array([number for row in rows for number in row], np.int64)
 
 
 @njit
 def _layer(at):
-    n = carray(int64_at(at), (17,))
+    n = carray(int64_at(at), (16,))
     return Layer(
         n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10], n[11], n[12], n[13],
-        n[14], n[15], n[16],
+        n[14], n[15],
     )  # fmt: skip
 
 
@@ -108,9 +110,9 @@ def _data(items, table, k):
 
 # With the GIL, but for rows and the kernel: nobody changes or frees an array while it is judged.
 @njit
-def _call(slots, table, space):
+def _call(slots, table, space, team):
     items, x = load_int64(slots + LIST), _layer(table + 8 * _LAYER)
-    space = load_int64(space)
+    s, space = sharing_of(table + 8 * _SHARING), load_int64(space)
     if not as_expected(items, table, _ARRAYS, x.kind):
         return REFUSED
     total = carray(int32_at(data_of(items, table, TOTAL)), (1,))[0]
@@ -120,7 +122,7 @@ def _call(slots, table, space):
     lengths, positions = starts + 8 * x.batch, starts + 16 * x.batch
     given, last = _data(items, table, POSITIONS), data_of(items, table, LAST)
     longest = _judge(x, last, given, starts, lengths, positions)
-    if longest < 0 or longest > x.most:
+    if longest < 0 or (longest > s.most and team == 0):
         return REFUSED
     query, output = data_of(items, table, QUERY), data_of(items, table, OUTPUT)
     key, value = _data(items, table, KEY), _data(items, table, VALUE)
@@ -135,31 +137,33 @@ def _call(slots, table, space):
         place_rows(x.queries, query, space + x.rotated, 0, positions, cosines, sines, row)
         query = space + x.rotated
     store_int64(space, 0)  # items that are done
-    store_int64(space + 8, 1)  # splits
-    call_kernel(x.kernel, (x.layout, query, keys, values, output, lengths, 0, 0, space, 0, 1))
+    store_int64(space + 8, splits_of(s, longest))
+    places = x.layout, query, keys, values, output, lengths, 0, 0, space
+    done = DONE if attend(s, team, x.kernel, places, longest, s.merge) else WRITTEN
     take_back(state)
-    return DONE
+    return done
 
 
-@on_demand("int64(int64,int64,int64)", nogil=False)
-def append_and_attend(slots, table, space):
+@on_demand("int64(int64,int64,int64,int64)", nogil=False)
+def append_and_attend(slots, table, space, team):
     """Put keys and values into their caches, then attend; only if all is as expected.
 
     Args:
         slots: ``id`` of a list, whose items nobody changes meanwhile.
         table: address of what is expected, see :func:`table`.
         space: ``id(...) + FIELD`` of workspace.
+        team: address of a ``sharing.Team``; 0: long sequences are left to the caller.
 
     Danger: places are in the list, the layouts belong to the shapes that are expected, and new
         keys and values do not overlap caches.
 
     Returns:
-        ``REFUSED`` or ``DONE``.
+        ``REFUSED``, ``WRITTEN`` or ``DONE``.
     """
-    return _call(slots, table, space)
+    return _call(slots, table, space, team)
 
 
 @kernel("int64(int64,int64,int64,int64)")
 def called(slots, table, space, team):
-    """The same for a library that calls it; on one thread."""
-    return _call(slots, table, space)
+    """The same for a library that calls it."""
+    return _call(slots, table, space, team)

@@ -20,14 +20,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from onnx_inplace.numba_kernels.fused.barrier import SPINS, give_way, load_shared, pause
-from onnx_inplace.numba_kernels.invoke import call_kernel
-from onnx_inplace.numba_kernels.memory import (
-    fetch_add,
-    kernel,
-    load_int64,
-    on_demand,
-    store_int64,
-)
+from onnx_inplace.numba_kernels.memory import fetch_add, kernel, load_int64, store_int64
 
 _INT = ir.IntType(64)
 
@@ -37,18 +30,20 @@ class Words(enum.IntEnum):
 
     STATE = 0
     """Helpers in the job, helpers that have entered it, workers; no workers: it is closed."""
-    JOB = 8
-    """Kernel and arguments up to the workspace; see ``invoke.invoke``."""
-    WAIT = 18
+    FUNCTION = 8
+    """Of the job: address of a C function (argument, worker)."""
+    ARGUMENT = 9
+    """What it takes."""
+    CORE = 10
+    """The core that the caller was on when it opened the job."""
+    CROWDED = 11
+    """1 since a helper has entered on that core, and took turns with the caller, until cleared."""
+    WAIT = 16
     """Address of the C function that waits for a semaphore: 0, or else it was interrupted."""
-    POST = 19
+    POST = 17
     """Address of the C function that posts one."""
     OWNER = 24
     """1 while a caller has the team."""
-    CORE = 25
-    """The core that the caller was on when it opened the job."""
-    CROWDED = 26
-    """1 when a helper has entered on that core: it took turns with the caller."""
     SEMAPHORE = 32
     """Posted once for each helper that is asked for."""
     END = 40
@@ -96,39 +91,42 @@ def _core(typing_context):
 
 @njit
 def _enter(state):
-    """(number of the calling helper, workers); number 0: it is late, or others are enough."""
+    """The number of the calling helper in the job; 0: it is late, or others are enough."""
     while True:
         found = load_shared(state)
         entered, workers = found >> _ENTERED & _COUNT, found >> _WORKERS
         if entered + 1 >= workers:
-            return 0, 0
+            return 0
         if _swap_if(state, found, found + (1 << _ENTERED) + 1):
-            return entered + 1, workers
+            return entered + 1
 
 
-@njit
-def work(job, worker, workers):
-    """Run the kernel at an address, whose arguments up to the workspace follow, as ``worker``."""
-    places = (
-        load_int64(job + 8), load_int64(job + 16), load_int64(job + 24), load_int64(job + 32),
-        load_int64(job + 40), load_int64(job + 48), load_int64(job + 56), load_int64(job + 64),
-        load_int64(job + 72), worker, workers,
-    )  # fmt: skip
-    call_kernel(load_int64(job), places)
+@intrinsic
+def _call_part(typing_context, function, argument, worker):
+    """Call the C function ``void(int64, int64)`` at an address."""
+
+    def generate(context, builder, signature, arguments):
+        pointer = ir.FunctionType(ir.VoidType(), [_INT, _INT]).as_pointer()
+        builder.call(builder.inttoptr(arguments[0], pointer), arguments[1:])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
 
 
 @kernel("void(int64)")
 def assist(team):
     """What a helper does. Never returns."""
-    state, job = team + 8 * Words.STATE, team + 8 * Words.JOB
+    state = team + 8 * Words.STATE
+    wait, semaphore = load_int64(team + 8 * Words.WAIT), team + 8 * Words.SEMAPHORE
     while True:
-        if _call_c(load_int64(team + 8 * Words.WAIT), team + 8 * Words.SEMAPHORE) != 0:
+        if _call_c(wait, semaphore) != 0:
             continue
-        worker, workers = _enter(state)
+        worker = _enter(state)
         if worker > 0:
             if _core() == load_int64(team + 8 * Words.CORE):
                 store_int64(team + 8 * Words.CROWDED, 1)
-            work(job, worker, workers)
+            function = load_int64(team + 8 * Words.FUNCTION)
+            _call_part(function, load_int64(team + 8 * Words.ARGUMENT), worker)
             fetch_add(state, -1)
 
 
@@ -143,43 +141,27 @@ def _wait_for_helpers(state):
         give_way()
 
 
-@on_demand("int64(" + ",".join(["int64"] * 13) + ")")
-def lead(
-    team, function, layout, query, key, value, output, lengths, mask, sinks, space, workers, then
-):
-    """Run ``function`` as each of ``workers``, with the helpers that come; then ``then``, if any.
+@kernel("int64(int64,int64,int64,int64,int64)")
+def loop(team, function, workers, batches, argument):
+    """Call ``function(argument, 0 .. workers - 1)``, on this thread and on helpers that come.
 
     Returns:
-        0: another caller has the team, nothing has been done. 1: it is done. 2: it is done, and a
-        helper was on the caller's core, though others may be idle or in less need.
+        0; or 1: another caller has the team, nothing has been called.
     """
-    state, job = team + 8 * Words.STATE, team + 8 * Words.JOB
+    state = team + 8 * Words.STATE
     if not _swap_if(team + 8 * Words.OWNER, 0, 1):
-        return 0
-    store_int64(job, function)
-    store_int64(job + 8, layout)
-    store_int64(job + 16, query)
-    store_int64(job + 24, key)
-    store_int64(job + 32, value)
-    store_int64(job + 40, output)
-    store_int64(job + 48, lengths)
-    store_int64(job + 56, mask)
-    store_int64(job + 64, sinks)
-    store_int64(job + 72, space)
+        return 1
+    store_int64(team + 8 * Words.FUNCTION, function)
+    store_int64(team + 8 * Words.ARGUMENT, argument)
     store_int64(team + 8 * Words.CORE, _core())
-    store_int64(team + 8 * Words.CROWDED, 0)
     fetch_add(state, workers << _WORKERS)
     for _ in range(workers - 1):
         _call_c(load_int64(team + 8 * Words.POST), team + 8 * Words.SEMAPHORE)
-    work(job, 0, workers)
+    _call_part(function, argument, 0)
     entered = fetch_add(state, -(workers << _WORKERS)) >> _ENTERED & _COUNT
     for worker in range(entered + 1, workers):
-        work(job, worker, workers)
+        _call_part(function, argument, worker)
     _wait_for_helpers(state)
     fetch_add(state, -(entered << _ENTERED))
-    if then != 0:
-        places = (layout, query, key, value, output, lengths, mask, sinks, space, 0, workers)
-        call_kernel(then, places)
-    crowded = load_int64(team + 8 * Words.CROWDED)
     _swap_if(team + 8 * Words.OWNER, 1, 0)
-    return 1 + crowded
+    return 0

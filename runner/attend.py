@@ -22,7 +22,6 @@ from onnx_inplace.numba_kernels import (
     attention,
     decode,
     floats,
-    foreign,
     invoke,
     layout,
     prefill,
@@ -30,6 +29,7 @@ from onnx_inplace.numba_kernels import (
     vector,
 )
 from onnx_inplace.numba_kernels.memory import FIELD, OnDemand, address
+from onnx_inplace.numba_kernels.sharing import Sharing
 from onnx_inplace.runner import team, threads, work
 from onnx_inplace.runner.actions import Array, Settings
 
@@ -172,11 +172,15 @@ class Plain(NamedTuple):
     kernel: int
     layout: int
     space: int
-    sharing: foreign.Sharing
+    sharing: Sharing
 
 
 class Call:
-    """A prepared call for one tuple of shapes. Immutable: threads share it."""
+    """A prepared call for one tuple of shapes. Immutable: threads share it.
+
+    Attributes:
+        clock: decides on how many threads it runs.
+    """
 
     def __init__(self, problem: Problem, kernels: Kernels) -> None:
         p = self.problem = problem
@@ -186,9 +190,9 @@ class Call:
         self._all = np.full(p.batch, p.capacity, np.int64)
         self._kernels, self._serial = kernels, kernels.serial
         self._serial_arrays = kernels.serial_arrays
-        self._products = p.heads * p.tokens * p.head_size  # of a row and a key
-        self._shared, self._long = (
-            least // max(p.batch * self._products, 1) if kernels.threads > 1 else p.capacity
+        products = p.heads * p.tokens * p.head_size  # of a row and a key
+        self._shared, long = (
+            least // max(p.batch * products, 1) if kernels.threads > 1 else p.capacity
             for least in (min(SHARED, PARALLEL), PARALLEL)
         )
         fits = kernels.shape.fits(p)
@@ -201,7 +205,7 @@ class Call:
         else:
             self._kernel = kernels.portable
         self._merge: int = 0 if self._decode is None else self._decode.merge.ready().address
-        self._policy = _policies[self._kernel]
+        self.clock = work.Clock(_policies[self._kernel], products, p, p.at_end, long)
         self._workspace = self._words(1, 1)
 
     def __call__(
@@ -227,15 +231,13 @@ class Call:
         # As many splits on one thread as on several: which it is, is decided by the clock and by
         # whose threads they are, and results must not depend on it.
         parts = self._splits(longest)
-        if team.borrows() or longest <= self._long:
+        if team.borrows() or longest <= self.clock.least:
             self._run(places, parts, self._kernels.threads if team.borrows() else 1)
             return
-        parallel = self._policy.parallel()
+        parallel = self.clock.policy.parallel()
         start = time.perf_counter()
         self._run(places, parts, self._kernels.threads if parallel else 1)
-        took = self._policy.parallel_took if parallel else self._policy.serial_took
-        seconds = time.perf_counter() - start
-        took(self._products * work.seen(p, lengths, at_end=p.at_end), seconds)
+        self.clock.took(time.perf_counter() - start, lengths, parallel=parallel)
 
     def on_arrays(
         self,
@@ -272,8 +274,8 @@ class Call:
         workers, parts = self._kernels.threads, self._splits(self.problem.capacity)
         space = 8 * max(self._workspace, self._words(workers, parts))
         sizes = self._shared, work.SHORTEST_SPLIT, parts, workers
-        sharing = foreign.Sharing(*sizes, self._merge)
-        return Plain(self._kernel, self._layout_address, space, sharing)
+        parts_of = Sharing(*sizes, self._merge)
+        return Plain(self._kernel, self._layout_address, space, parts_of)
 
     def _words(self, workers: int, splits: int) -> int:
         """Workspace in int64."""

@@ -34,16 +34,18 @@ class Tensors:
         functions: of the library.
         table: their addresses, as ``foreign.Functions`` says.
         at: address of that.
+        loop: address of the one that shares work out, see ``numba_kernels.sharing``.
     """
 
     def __init__(self, functions: Functions) -> None:
         """Compile what asks for them."""
         self.functions = functions
         names = ("KernelContext_GetInput", "KernelContext_GetOutput", "GetTensorMutableData")
-        table = [functions.address(name) for name in (*names, "KernelContext_ParallelFor")]
+        table = [functions.address(name) for name in names]
         self.table = np.array(table, np.int64)
         assert len(table) == Places.END
         self.at = address(self.table)
+        self.loop = functions.address("KernelContext_ParallelFor")
         self.collect, self._provide = foreign.collect.ready(), foreign.provide.ready()
 
     def provide(self, token: int, context: int, shapes: Array, count: int) -> list[int]:
@@ -134,7 +136,7 @@ class Prepared:
         if self._compiled is None or not self._compiled.serves(self._places):
             places, inputs = self._places, len(self._inputs)
             sizes = places, inputs, self._shapes, address(result), address(space)
-            self._compiled = Compiled(self._tensors.at, layer, *sizes)
+            self._compiled = Compiled(self._tensors.loop, layer, *sizes)
             for slot, array in zip(self._slots, self._arrays[places], strict=True):
                 template[slot] = array
             for new, old in layer.written:

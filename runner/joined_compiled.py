@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from onnx_inplace.numba_kernels import called, foreign
+from onnx_inplace.numba_kernels import called
 from onnx_inplace.numba_kernels.append_attend import DONE
 from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.runner import team
 from onnx_inplace.runner.actions import Array, Slots
 from onnx_inplace.runner.layers import LayerAction
 
@@ -28,7 +29,7 @@ class Compiled:
 
     def __init__(
         self,
-        functions: int,
+        loop: int,
         action: LayerAction,
         places: Sequence[int],
         inputs: int,
@@ -39,7 +40,7 @@ class Compiled:
         """Describe it.
 
         Args:
-            functions: address of those of the library, see ``foreign.Functions``.
+            loop: address of the library's, see ``numba_kernels.sharing``.
             action: whose compiled call is prepared.
             places: of the tensors, without the token.
             inputs: how many of them go in.
@@ -51,9 +52,7 @@ class Compiled:
         self.places = tuple(places)
         self._action, self._prepared = action, action.prepared
         self.space = action.prepared.space
-        self._shapes, self._team = shapes, np.zeros(foreign.Team.END, np.int64)
-        self._team[foreign.Team.FUNCTIONS] = functions
-        self._team[foreign.Team.PART] = foreign.part.ready().address
+        self._shapes, self._team = shapes, team.words(loop)
         words = self._words = np.zeros(called.Layer.PLACES + len(places), np.int64)
         words[called.Layer.CALL] = action.called
         words[called.Layer.TABLE] = action.prepared.at

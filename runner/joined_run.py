@@ -74,7 +74,7 @@ class Run:
         self._space, self._space_at = _NONE, np.zeros(1, np.int64)
         self._slots: Slots | None = None
         self._error: BaseException | None = None
-        self._threads = team.Borrowed(live.tensors.at)
+        self._threads = team.Borrowed(live.tensors.loop)
 
     def execute(self, slots: Slots, run: Callable[[], None]) -> None:
         """Let the library run.

@@ -18,6 +18,7 @@ from onnx_inplace.compiler import steps
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.numba_kernels.objects import NOTHING, Expected
 from onnx_inplace.runner.actions import Array, DType, Settings, Slots
+from onnx_inplace.runner.team import Helpers
 
 INT64 = np.dtype(np.int64)
 
@@ -44,9 +45,9 @@ class Layer(abc.ABC):
         ]
         return [(new, old) for new, old in named if new is not None and old is not None]
 
-    def ready(self) -> Callable[[int, int, int], int]:
+    def ready(self) -> Callable[[int, int, int, int], int]:
         """Compile the call: ``append_and_attend`` of ``append_attend`` or of one of its like."""
-        run: Callable[[int, int, int], int] = self.calls.append_and_attend.ready()
+        run: Callable[[int, int, int, int], int] = self.calls.append_and_attend.ready()
         return run
 
     def called(self) -> int:
@@ -78,6 +79,7 @@ class Prepared(abc.ABC):
         space: bytes of workspace.
         shape: of the output.
         dtype: likewise.
+        helpers: who may share in attention; None: nobody.
         kept: what the table has addresses of.
     """
 
@@ -86,11 +88,16 @@ class Prepared(abc.ABC):
     space: int
     shape: tuple[int, ...]
     dtype: DType
+    helpers: Helpers | None
     kept: tuple[object, ...]
 
     @abc.abstractmethod
     def fits(self, slots: Slots) -> bool:
         """Whether it can be called, as far as the call does not find out."""
+
+    @abc.abstractmethod
+    def lengths(self, slots: Slots) -> Array:
+        """[tokens] of the sequences, int64."""
 
     @abc.abstractmethod
     def note(self, slots: Slots, done: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from onnx_inplace.compiler import steps
-from onnx_inplace.numba_kernels.append_attend import REFUSED, WRITTEN
+from onnx_inplace.numba_kernels.append_attend import DONE, REFUSED, WRITTEN
 from onnx_inplace.numba_kernels.memory import FIELD
 from onnx_inplace.runner import layers_dense, layers_grouped, layers_paged, workspace
 from onnx_inplace.runner.actions import Action, Settings, Slots, reusable
@@ -105,9 +105,10 @@ class LayerAction:
             return
         if self._fresh:
             slots[self._output] = np.empty(call.shape, call.dtype)
-        space = workspace.of_thread(call.space)
+        space, helpers = workspace.of_thread(call.space), call.helpers
         try:
-            done = self._run(id(slots), call.at, id(space) + FIELD)
+            team = 0 if helpers is None else helpers.begin()
+            done = self._run(id(slots), call.at, id(space) + FIELD, team)
             if done != REFUSED:
                 call.note(slots, done)
         except BaseException:  # an interrupt may come between the writes and their note
@@ -115,8 +116,10 @@ class LayerAction:
             raise
         if done == REFUSED:
             self._one_by_one(slots)
-        else:
-            self.end(slots, done)
+            return
+        if helpers is not None and done & DONE:
+            helpers.end(call.lengths(slots))
+        self.end(slots, done)
 
     def end(self, slots: Slots, done: int) -> None:
         """Do what the compiled call leaves to us; ``done`` is what it has said."""

@@ -13,7 +13,7 @@ from onnx_inplace.compiler import steps
 from onnx_inplace.numba_kernels import append_attend, objects
 from onnx_inplace.numba_kernels.append_attend import LENGTHS, OUTPUT, QUERY, Attention, Write
 from onnx_inplace.numba_kernels.memory import address
-from onnx_inplace.runner import journal, layer, operators, operators_attention
+from onnx_inplace.runner import journal, layer, operators, operators_attention, team
 from onnx_inplace.runner.actions import Array, Settings, Slots
 from onnx_inplace.runner.attend import Call
 from onnx_inplace.runner.layer import INT64
@@ -102,9 +102,11 @@ class _Layer(layer.Layer):
             space=plain.space,
             shape=arrays[OUTPUT].shape,
             dtype=arrays[OUTPUT].dtype,
+            helpers=team.helpers(call.clock, settings.threads, arrays[LENGTHS]),
             kept=(call, kept),
             writes=((updates[0], first.length), (updates[1], second.length)),
             positions=(places[2], places[5]),
+            slot=places[LENGTHS],
         )
 
 
@@ -115,14 +117,21 @@ class _Prepared(layer.Prepared):
     Attributes:
         writes: updates and the tokens of each.
         positions: slots.
+        slot: of the lengths.
     """
 
     writes: tuple[tuple[steps.Kernel, int], tuple[steps.Kernel, int]]
     positions: tuple[int, int]
+    slot: int
 
     def fits(self, slots: Slots) -> bool:
         """Whether it can be called: the call finds out all."""
         return True
+
+    def lengths(self, slots: Slots) -> Array:
+        """[tokens] of the sequences."""
+        lengths: Array = slots[self.slot]
+        return lengths
 
     def note(self, slots: Slots, done: int) -> None:
         """As numbers, not as the arrays: those may be buffers which the run uses again."""

@@ -14,8 +14,8 @@ from onnx_inplace.compiler import grouped_query, steps
 from onnx_inplace.numba_kernels import objects, rows_append_attend
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.numba_kernels.rows_append_attend import Layer
-from onnx_inplace.runner import journal, layer, operators_gqa
-from onnx_inplace.runner.actions import Settings, Slots
+from onnx_inplace.runner import journal, layer, operators_gqa, team
+from onnx_inplace.runner.actions import Array, Settings, Slots
 from onnx_inplace.runner.layer import INT64
 
 _INT32 = np.dtype(np.int32)
@@ -84,11 +84,11 @@ class _Layer(layer.Layer):
             found[0],
             Layer(
                 objects.ARRAY, batch, tokens, keys.shape[2], int(prompt),
-                0 if cosines is None else cosines.shape[0], plain.sharing.most, plain.kernel,
-                plain.layout,
+                0 if cosines is None else cosines.shape[0], plain.kernel, plain.layout,
                 queries, address(layouts[1]), address(layouts[2]),
                 ready.key_offset, ready.value_offset, numbers, row, rotated,
             ),
+            plain.sharing,
         )  # fmt: skip
         return _Prepared(
             table=table,
@@ -96,8 +96,10 @@ class _Layer(layer.Layer):
             space=end,
             shape=output.shape,
             dtype=output.dtype,
+            helpers=team.helpers(ready.call.clock, settings.threads, 1 + last),
             kept=(ready, found[1]),
             entry=(step, None, None),
+            last=slot["seqlens_k"] or 0,
         )
 
 
@@ -108,13 +110,24 @@ def _after(size: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Prepared(layer.Prepared):
-    """See ``layer.Prepared``. ``entry``: of the journal."""
+    """See ``layer.Prepared``.
+
+    Attributes:
+        entry: of the journal.
+        last: slot of places of last tokens.
+    """
 
     entry: journal.Entry
+    last: int
 
     def fits(self, slots: Slots) -> bool:
         """Whether it can be called: the call finds out all."""
         return True
+
+    def lengths(self, slots: Slots) -> Array:
+        """[tokens] of the sequences."""
+        lengths: Array = 1 + slots[self.last].reshape(-1)
+        return lengths
 
     def note(self, slots: Slots, done: int) -> None:
         """Tokens are anywhere."""

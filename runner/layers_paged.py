@@ -21,8 +21,8 @@ from onnx_inplace.numba_kernels.pages_append_attend import (
     Layer,
     Where,
 )
-from onnx_inplace.runner import journal, layer, operators_paged_attention, operators_pages
-from onnx_inplace.runner.actions import Settings, Slots
+from onnx_inplace.runner import journal, layer, operators_paged_attention, operators_pages, team
+from onnx_inplace.runner.actions import Array, Settings, Slots
 from onnx_inplace.runner.layer import INT64
 from onnx_inplace.runner.operators_paged_attention import Call, Options
 from onnx_inplace.runner.pages import PagedCache
@@ -106,9 +106,11 @@ class _Layer(layer.Layer):
             space=max(plain.space, store.codec.space),
             shape=arrays[OUTPUT].shape,
             dtype=arrays[OUTPUT].dtype,
+            helpers=team.helpers(call.clock, settings.threads, arrays[LENGTHS]),
             kept=(call, new, kept),
             storage=cache,
             slot=update.inputs[0] or 0,
+            lengths_slot=attention.inputs[3] or 0,
             entry=(update, None, None),
             places=places_of,
             formats=store.codec.key,
@@ -122,6 +124,7 @@ class _Prepared(layer.Prepared):
     Attributes:
         storage: that the update writes.
         slot: where it is.
+        lengths_slot: where the lengths of sequences are.
         entry: of the journal.
         places: of its page table.
         formats: key of its codec.
@@ -129,6 +132,7 @@ class _Prepared(layer.Prepared):
 
     storage: PagedCache
     slot: int
+    lengths_slot: int
     entry: journal.Entry
     places: tuple[int, int, int]
     formats: int
@@ -141,6 +145,11 @@ class _Prepared(layer.Prepared):
             and store.codec.key == self.formats
             and slots[self.slot] is self.storage
         )
+
+    def lengths(self, slots: Slots) -> Array:
+        """[tokens] of the sequences."""
+        lengths: Array = slots[self.lengths_slot].reshape(-1)
+        return lengths
 
     def note(self, slots: Slots, done: int) -> None:
         """Pages are anywhere; clipped numbers are counted."""

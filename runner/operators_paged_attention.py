@@ -16,7 +16,6 @@ import numpy as np
 from onnx_inplace.compiler import errors, steps
 from onnx_inplace.compiler.paged_types import PageType
 from onnx_inplace.numba_kernels import (
-    foreign,
     pages_attention,
     pages_call,
     pages_kernels,
@@ -25,6 +24,7 @@ from onnx_inplace.numba_kernels import (
 from onnx_inplace.numba_kernels.layout import bits
 from onnx_inplace.numba_kernels.memory import FIELD, address, pointer
 from onnx_inplace.numba_kernels.pages_kernels import Accuracy
+from onnx_inplace.numba_kernels.sharing import Sharing
 from onnx_inplace.runner import team, threads, work, workspace
 from onnx_inplace.runner.actions import Action, Array, Settings, Slots, result, reusable
 from onnx_inplace.runner.attend import (
@@ -171,7 +171,11 @@ def layout_of(
 
 
 class Call:
-    """A prepared call for one tuple of shapes and one list of formats. Threads share it."""
+    """A prepared call for one tuple of shapes and one list of formats. Threads share it.
+
+    Attributes:
+        clock: decides on how many threads it runs.
+    """
 
     def __init__(
         self,
@@ -190,12 +194,13 @@ class Call:
         self._array = np.array(self._layout, np.int64)
         self._addresses = self._kernels.attend, address(self._array), address(self._page_kernels)
         self._workers = workers
-        self._products = x.kv_heads * x.group * x.tokens * x.head_size  # of a sequence and a key
-        self._shared, self._long = (
-            least // max(batch * self._products, 1) if workers > 1 else _NEVER
+        products = x.kv_heads * x.group * x.tokens * x.head_size  # of a sequence and a key
+        self._shared, long = (
+            least // max(batch * products, 1) if workers > 1 else _NEVER
             for least in (min(SHARED, PARALLEL), PARALLEL)
         )
-        self._policy = _policies[self._page_kernels.tobytes(), x.tokens == 1]
+        policy = _policies[self._page_kernels.tobytes(), x.tokens == 1]
+        self.clock = work.Clock(policy, products, self._layout, True, long)
         self._alone = pages_attention.workspace_size(self._layout, 1, 1)
         self._serial = pages_call.attend.ready()
 
@@ -217,7 +222,7 @@ class Call:
             return
         parts = self._splits(longest)
         awake = team.borrows()
-        alone = not awake and (longest <= self._long or not self._policy.parallel())
+        alone = not awake and (longest <= self.clock.least or not self.clock.policy.parallel())
         workers = 1 if alone else self._workers
         size = pages_attention.workspace_size(self._layout, parts, workers)
         arguments = *arguments, address(workspace.of_thread(size)), parts
@@ -226,10 +231,8 @@ class Call:
             self._serial(*arguments)
         else:
             self._team(arguments, workers)
-        if not awake and longest > self._long:
-            seconds = time.perf_counter() - start
-            took = self._policy.serial_took if alone else self._policy.parallel_took
-            took(self._products * work.seen(self._layout, lengths, at_end=True), seconds)
+        if not awake and longest > self.clock.least:
+            self.clock.took(time.perf_counter() - start, lengths, parallel=not alone)
 
     @property
     def plain(self) -> Plain:
@@ -239,8 +242,8 @@ class Call:
         parts = self._splits(x.blocks * x.page_size)
         space = pages_attention.workspace_size(x, parts, self._workers)
         sizes = self._shared, work.SHORTEST_SPLIT, parts, self._workers
-        sharing = foreign.Sharing(*sizes, self._kernels.merge)
-        return Plain(attend, layout, max(self._alone, space), sharing)
+        parts_of = Sharing(*sizes, self._kernels.merge)
+        return Plain(attend, layout, max(self._alone, space), parts_of)
 
     def _splits(self, longest: int) -> int:
         """As many on one thread as on several: see ``attend.Call``."""

@@ -13,15 +13,19 @@ import functools
 import os
 import sys
 import threading
+import time
 
 import numpy as np
 
-from onnx_inplace.numba_kernels import foreign, invoke, team
+from onnx_inplace.numba_kernels import invoke, sharing, team
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.numba_kernels.team import Words
 from onnx_inplace.runner import threads
+from onnx_inplace.runner.actions import Array
+from onnx_inplace.runner.work import Clock
 
 _LINE = 64  # bytes that one core at a time may write
+_NEVER = 2**63 - 1
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
 _lock = threading.Lock()
@@ -36,8 +40,8 @@ def _possible() -> bool:
 
 
 @functools.cache
-def _team() -> int:
-    """Address of the words of the one team. They are never freed: helpers sleep in them."""
+def _words() -> ctypes.Array[ctypes.c_int64]:
+    """The words of the one team. They are never freed: helpers sleep in them."""
     library = ctypes.CDLL(None)
     library.aligned_alloc.restype = ctypes.c_void_p
     size = -(-8 * Words.END // _LINE) * _LINE
@@ -47,7 +51,13 @@ def _team() -> int:
     for word, function in ((Words.WAIT, library.sem_wait), (Words.POST, library.sem_post)):
         words[word] = ctypes.cast(function, ctypes.c_void_p).value or 0
     library.sem_init(ctypes.c_void_p(place + 8 * Words.SEMAPHORE), 0, 0)
-    return place
+    return words
+
+
+@functools.cache
+def _team() -> int:
+    """Their address."""
+    return ctypes.addressof(_words())
 
 
 def _forget() -> None:
@@ -55,6 +65,7 @@ def _forget() -> None:
     global _lock
     _lock = threading.Lock()
     _helpers.clear()
+    _words.cache_clear()
     _team.cache_clear()
 
 
@@ -70,7 +81,9 @@ def ready(workers: int) -> None:
     if not _possible():
         invoke.invoke_parallel.ready()
         return
-    team.lead.ready()
+    team.loop.ready()
+    sharing.run.ready()
+    sharing.part.ready()
     with _lock:
         while len(_helpers) < workers - 1:
             assist, places = _FUNCTION(team.assist.ready().address), (_team(),)
@@ -79,17 +92,27 @@ def ready(workers: int) -> None:
             _helpers.append(helper)
 
 
+def words(loop: int, context: int = 0) -> Array:
+    """A ``sharing.Team`` of threads that a loop offers; long sequences are theirs."""
+    places = np.zeros(sharing.Team.END, np.int64)
+    places[[sharing.Team.LOOP, sharing.Team.CONTEXT]] = loop, context
+    places[sharing.Team.PART] = sharing.part.ready().address
+    return places
+
+
 class Borrowed:
     """Threads of a library that calls us back, for the time of ``with``, on the calling thread.
 
     Attributes:
+        loop: address of the library's, see ``numba_kernels.sharing``.
         context: of the call that is in progress.
     """
 
-    def __init__(self, functions: int) -> None:
-        """Compile what the threads run. ``functions``: address of a ``foreign.Functions``."""
-        self.context, self._functions = 0, functions
-        self._loop, self._part = foreign.loop.ready(), foreign.part.ready().address
+    def __init__(self, loop: int) -> None:
+        """Compile what the threads run."""
+        self.loop, self.context = loop, 0
+        sharing.run.ready()
+        sharing.part.ready()
 
     def __enter__(self) -> None:
         """Use them."""
@@ -99,18 +122,53 @@ class Borrowed:
         """Use our own again."""
         _local.borrowed = None
 
-    def run(self, kernel: int, places: tuple[int, ...], workers: int, then: int) -> None:
-        """See :func:`run`."""
-        job = np.array((kernel, *places, workers), np.int64)
-        if self._loop(self._functions, self.context, self._part, address(job)):
-            raise RuntimeError("the library did not run a kernel on its threads")
-        if then:
-            invoke.invoke.ready()(then, *places, workers)
-
 
 def borrows() -> bool:
     """Whether this thread is one of a library that calls us back, and whose threads are awake."""
     return getattr(_local, "borrowed", None) is not None
+
+
+class Helpers:
+    """Our helpers, for a compiled call that shares out long sequences: when the clock says so.
+
+    Before a call nobody knows how long its sequences are: those of the last one tell.
+    """
+
+    def __init__(self, clock: Clock, workers: int, longest: int) -> None:
+        """``longest``: [tokens] of the sequences that are expected."""
+        self._clock, self._workers = clock, workers
+        self._words = words(team.loop.ready().address)
+        self._words[sharing.Team.LONGEST] = longest
+        self._at, self._view = address(self._words), self._words.data
+        self._parallel, self._began = False, 0.0
+
+    def begin(self) -> int:
+        """What the call takes: the address of a ``sharing.Team``."""
+        view, clock = self._view, self._clock
+        self._began = 0.0
+        if view[sharing.Team.LONGEST] <= clock.least:
+            view[sharing.Team.ALONE] = _NEVER
+            return self._at
+        self._parallel = clock.policy.parallel()
+        view[sharing.Team.ALONE] = clock.least if self._parallel else _NEVER
+        view[sharing.Team.CONTEXT] = _own(self._workers)
+        self._began = time.perf_counter()
+        return self._at
+
+    def end(self, lengths: Array) -> None:
+        """Tell the clock, behind a call that has done all."""
+        if self._began and self._view[sharing.Team.LONGEST] > self._clock.least:
+            seconds = time.perf_counter() - self._began
+            self._clock.took(seconds, lengths, parallel=self._parallel)
+            if self._parallel:
+                _make_room()
+
+
+def helpers(clock: Clock, workers: int, lengths: Array) -> Helpers | None:
+    """For calls with such ``lengths``; None: there are none."""
+    if workers < 2 or not _possible():
+        return None
+    return Helpers(clock, workers, max(lengths.ravel().tolist(), default=0))
 
 
 def run(kernel: int, places: tuple[int, ...], workers: int, then: int = 0) -> None:
@@ -127,31 +185,46 @@ def run(kernel: int, places: tuple[int, ...], workers: int, then: int = 0) -> No
     """
     borrowed: Borrowed | None = getattr(_local, "borrowed", None)
     if borrowed is not None:
-        borrowed.run(kernel, places, workers, then)
-        return
-    if not _possible():
+        if _share(borrowed.loop, borrowed.context, kernel, places, workers):
+            raise RuntimeError("the library did not run a kernel on its threads")
+    elif not _possible():
         with threads.region(workers):
             invoke.invoke_parallel.ready()(kernel, *places, workers)
-        if then:
-            invoke.invoke.ready()(then, *places, workers)
-        return
+    else:
+        if _share(team.loop.ready().address, _own(workers), kernel, places, workers):
+            invoke.invoke.ready()(kernel, *places, 1)
+            return
+        _make_room()
+    if then:
+        invoke.invoke.ready()(then, *places, workers)
+
+
+def _share(loop: int, context: int, kernel: int, places: tuple[int, ...], workers: int) -> int:
+    """Run a kernel by a loop; what that returns."""
+    job = np.array((kernel, *places, workers), np.int64)
+    part = sharing.part.ready().address
+    refused: int = sharing.run.ready()(loop, context, part, address(job))
+    return refused
+
+
+def _own(workers: int) -> int:
+    """The context of our own loop: the team, with a helper for each of the workers but one."""
     if len(_helpers) < workers - 1:  # in a forked process
         ready(workers)
-    done = team.lead.ready()(_team(), kernel, *places, workers, then)
-    if done == 0:
-        invoke.invoke.ready()(kernel, *places, 1)
-    elif done == 2:
-        _make_room()
+    return _team()
 
 
 def _make_room() -> None:
-    """Keep helpers off the core of the calling thread.
+    """Keep helpers off the core of the calling thread, if one has been there.
 
     Where no core is idle, Linux wakes a thread on the one of the thread that wakes it, and it takes
     turns with it. On another one it shares with whoever is there.
     """
-    core = (ctypes.c_int64 * Words.END).from_address(_team())[Words.CORE]
-    others = os.sched_getaffinity(0) - {core}
+    places = _words()
+    if not places[Words.CROWDED]:
+        return
+    places[Words.CROWDED] = 0
+    others = os.sched_getaffinity(0) - {places[Words.CORE]}
     if others:
         for helper in _helpers:
             with contextlib.suppress(OSError):  # no right to

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Protocol
 
 from onnx_inplace.runner.actions import Array
+from onnx_inplace.runner.threads import Policy
 
 SHORTEST_SPLIT = 256  # tokens
 
@@ -38,6 +40,30 @@ def seen(window: Window, lengths: Array, *, at_end: bool) -> int:
         high = min(length, position + window.right + 1) if window.right >= 0 else length
         total += max(1, high - low)
     return total
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Clock:
+    """Decides, for calls of one tuple of shapes, whether they run on several threads.
+
+    Attributes:
+        policy: that of their kernel.
+        products: of elements, for one key that the queries of a row see.
+        window: what that is.
+        at_end: see ``seen``.
+        least: [tokens] of the longest sequence: those of longer ones may.
+    """
+
+    policy: Policy
+    products: int
+    window: Window
+    at_end: bool
+    least: int
+
+    def took(self, seconds: float, lengths: Array, *, parallel: bool) -> None:
+        """A call over sequences of these lengths took so long."""
+        took = self.policy.parallel_took if parallel else self.policy.serial_took
+        took(self.products * seen(self.window, lengths, at_end=self.at_end), seconds)
 
 
 def splits(longest: int, rows: int, workers: int) -> int:

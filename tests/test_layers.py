@@ -17,6 +17,9 @@ from hypothesis import strategies as st
 from onnx_inplace import Session, errors
 from onnx_inplace.dsl import BFLOAT16, FLOAT, FLOAT16, INT64, Alias, Mutable, kv, model, op
 from onnx_inplace.numba_kernels import append_attend, memory
+from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.numba_kernels.team import Words
+from onnx_inplace.runner import team, threads
 from onnx_inplace.runner.profile import profile
 
 HEADS, KV_HEADS, SIZE, CAPACITY = 6, 2, 16, 40
@@ -192,7 +195,14 @@ def test_caches_that_are_seen_in_another_shape(guarded, answers) -> None:
     assert append_attend.DONE in answers
 
 
-def test_long_contexts_are_written_at_once_and_read_by_several_threads(answers) -> None:
+@pytest.mark.parametrize("busy", [False, True], ids=["helpers", "helpers of another caller"])
+def test_long_contexts_are_read_by_several_threads(busy, answers, monkeypatch) -> None:
+    """Where another caller has the helpers, the step of attention does what is left."""
+    monkeypatch.setattr(threads.Policy, "parallel", lambda policy: True)
+    if busy:
+        monkeypatch.setattr(team, "_own", lambda workers: address(owned))
+    owned = np.zeros(Words.END, np.int64)
+    owned[Words.OWNER] = 1
     capacity = 1 << 15
     rng = np.random.default_rng(0)
     keys, values = (random(rng, 1, KV_HEADS, capacity, SIZE) for _ in "kv")
@@ -202,7 +212,7 @@ def test_long_contexts_are_written_at_once_and_read_by_several_threads(answers) 
             attended = step.run(**feeds)[0]
             wanted = expected(feeds["query"], keys, values, feeds["lengths"])
             np.testing.assert_allclose(attended, wanted, atol=1e-5)
-    assert answers == [append_attend.WRITTEN] * 4
+    assert answers == [append_attend.WRITTEN if busy else append_attend.DONE] * 4
 
 
 def test_bindings_run_in_two_threads(answers) -> None:

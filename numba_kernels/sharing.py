@@ -1,0 +1,132 @@
+"""Calls of attention that share their work out: among threads of a library, or our own helpers.
+
+Both offer a loop, a C function of five int64 (context, function, count, batches, argument), which
+calls ``function(argument, 0 .. count - 1)`` on threads that it chooses, and returns 0; or anything
+else, if it has called nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+from numba import carray, njit
+
+from onnx_inplace.numba_kernels.floats import int64_at
+from onnx_inplace.numba_kernels.foreign import call_5
+from onnx_inplace.numba_kernels.invoke import call_kernel
+from onnx_inplace.numba_kernels.memory import kernel, load_int64, on_demand, store_int64
+
+
+class Job(enum.IntEnum):
+    """Places of a kernel that several threads run, in int64; see ``invoke.invoke``."""
+
+    FUNCTION = 0
+    """Its address; the arguments up to the workspace follow."""
+    WORKERS = 10
+    END = 11
+
+
+class Team(enum.IntEnum):
+    """Places of what a compiled call needs to use threads, in int64."""
+
+    LOOP = 0
+    """Address of a loop."""
+    CONTEXT = 1
+    """What it takes."""
+    PART = 2
+    """Address of :func:`part`."""
+    ALONE = 3
+    """[tokens] up to which the longest of the sequences is left to one thread, though split."""
+    LONGEST = 4
+    """[tokens] of the longest of the sequences of the last call, which writes it."""
+    JOB = 5
+    """The job, see ``Job``."""
+    END = JOB + Job.END
+
+
+class Sharing(NamedTuple):
+    """How a compiled call shares out long sequences, int64.
+
+    Attributes:
+        most: [tokens] of a sequence that one thread takes alone, without splits.
+        shortest: [tokens] of a split.
+        splits: at most.
+        workers: threads.
+        merge: address of the kernel that joins splits; 0: there is none.
+    """
+
+    most: int
+    shortest: int
+    splits: int
+    workers: int
+    merge: int
+
+
+@njit
+def _work(job, worker, workers):
+    places = (
+        load_int64(job + 8), load_int64(job + 16), load_int64(job + 24), load_int64(job + 32),
+        load_int64(job + 40), load_int64(job + 48), load_int64(job + 56), load_int64(job + 64),
+        load_int64(job + 72), worker, workers,
+    )  # fmt: skip
+    call_kernel(load_int64(job), places)
+
+
+@kernel("void(int64,int64)")
+def part(job, worker):
+    """Run the kernel of a ``Job`` as one of its workers."""
+    _work(job, worker, load_int64(job + 8 * Job.WORKERS))
+
+
+@on_demand("int64(int64,int64,int64,int64)")
+def run(loop, context, function, job):
+    """Run a ``Job`` by a loop; ``function`` is the address of :func:`part`."""
+    workers = load_int64(job + 8 * Job.WORKERS)
+    return call_5(loop, (context, function, workers, workers, job))
+
+
+@njit
+def sharing_of(at):
+    """The ``Sharing`` at an address."""
+    n = carray(int64_at(at), (5,))
+    return Sharing(n[0], n[1], n[2], n[3], n[4])
+
+
+@njit
+def splits_of(x, longest):
+    """Into how many parts each of the sequences is split; see ``Sharing``."""
+    return 1 if longest <= x.most else max(1, min(longest // x.shortest, x.splits))
+
+
+@njit
+def attend(x, team, function, places, longest, merge):
+    """Run a kernel on as many threads as suits the longest of the sequences; whether it has been.
+
+    Args:
+        x: ``Sharing``.
+        team: address of a ``Team``; 0: there is none, long sequences are left to the caller.
+        function: address of the kernel.
+        places: its arguments up to the workspace, which says how many splits there are.
+        longest: [tokens] of the sequences.
+        merge: address of the kernel that joins what several threads have left; 0: there is none.
+    """
+    if team != 0:
+        store_int64(team + 8 * Team.LONGEST, longest)
+    elif longest > x.most:
+        return False
+    if longest <= x.most or longest <= load_int64(team + 8 * Team.ALONE):
+        call_kernel(function, (*places, 0, 1))
+        return True
+    job = team + 8 * Team.JOB
+    store_int64(job, function)
+    for k in range(9):
+        store_int64(job + 8 * (k + 1), places[k])
+    store_int64(job + 8 * Job.WORKERS, x.workers)
+    context, part_ = load_int64(team + 8 * Team.CONTEXT), load_int64(team + 8 * Team.PART)
+    loop = load_int64(team + 8 * Team.LOOP)
+    if call_5(loop, (context, part_, x.workers, x.workers, job)) != 0:
+        return False
+    if merge != 0:
+        call_kernel(merge, (*places, 0, x.workers))
+    return True
