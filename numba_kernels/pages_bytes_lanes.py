@@ -103,13 +103,12 @@ class Halves(Lanes):
     def widened(self, codes: Value, kind: int) -> list[Value]:
         """64 codes as two vectors, see ``split``; those of E4M3 divided by 256, NaN lost.
 
-        See :meth:`nan_of`.
+        See :meth:`suspected`.
         """
         b, high, low = self.builder, codes, ir.Constant(BYTES, [0] * LINE)
         if kind == E4M3:
-            # sign, 0, exponent, two bits of the fraction; the third one
-            high = self._moved(codes, [7, None, 6, 5, 4, 3, 2, 1])
-            low = self._moved(codes, [0] + [None] * 7)
+            high = self._high(codes)
+            low = self._moved(codes, [0] + [None] * 7)  # the third bit of the fraction
         pairs = [[place for i in lanes for place in (i, LINE + i)] for lanes in (_LOW, _HIGH)]
         return [b.bitcast(self.picked(low, high, lanes), _HALVES) for lanes in pairs]
 
@@ -118,17 +117,25 @@ class Halves(Lanes):
         order = sorted(range(LINE), key=[*_LOW, *_HIGH].__getitem__)
         return [self.picked(first, second, order[i : i + WIDE]) for i in (0, WIDE)]
 
+    def _high(self, codes: Value) -> Value:
+        """Of codes of E4M3: sign, 0, exponent, two bits of the fraction."""
+        return self._moved(codes, [7, None, 6, 5, 4, 3, 2, 1])
+
     def _moved(self, codes: Value, sources: Sequence[int | None]) -> Value:
         """Bytes whose bits, the highest first, are these of a byte; None: 0."""
         matrix = [0 if bit is None else 1 << bit for bit in sources]
         rows, none = ir.Constant(BYTES, matrix * 8), ir.Constant(ir.IntType(8), 0)
         return self._intrinsic("llvm.x86.vgf2p8affineqb.512", BYTES, [codes, rows, none])
 
-    def nan_of(self, codes: Value, seen: Value) -> Value:
-        """``seen``, and bit 7 of each byte that is a NaN of E4M3: one more changes its sign."""
-        b = self.builder
-        more = b.add(codes, ir.Constant(BYTES, [1] * LINE))
-        return b.or_(seen, b.xor(codes, more))
+    def suspected(self, lines: Sequence[Value], seen: Value) -> Value:
+        """``seen``, and bit 6 of a byte where a code of E4M3 is NaN, or 448, its neighbour.
+
+        To tell them apart, too, would take twice the time of this, with every line.
+        """
+        b, one = self.builder, ir.Constant(BYTES, [1] * LINE)
+        for codes in lines:
+            seen = b.or_(seen, b.add(self._high(codes), one))
+        return seen
 
     def totals(self, vectors: Sequence[Value]) -> list[Value]:
         """Of 16 vectors: lane i, as float32 = the sum of the first 16 lanes of ``vectors[i]``.

@@ -141,7 +141,7 @@ def make_scores(kind: int, size: int, group: int) -> Any:
         queries, units: as ``prepare`` leaves them
         to:   (groups of tokens, 16) float32, an even number of groups; LOWEST where there is no
               token
-        seen: a line, see ``Halves.nan_of``: keys that are not a number, wherever they are
+        seen: a line, see ``Halves.suspected``: of keys
     """
     tokens = LANES // head_lanes(group)
 
@@ -152,7 +152,7 @@ def make_scores(kind: int, size: int, group: int) -> Any:
             keys, offsets, count, queries, units, to, seen, *asked = arguments
             rows = _Rows(keys, offsets, count, *asked)
             lanes = e.lanes([lane % tokens for lane in range(LANES)])
-            wrong = cgutils.alloca_once_value(builder, e.line(seen))
+            suspects = cgutils.alloca_once_value(builder, e.line(seen))
             with e.loop(e.groups(count, 2 * tokens)) as g:
                 first = e.times(g, 2 * tokens)
                 place, step = rows.at(e, first, range(2 * tokens)), rows.step(e, first)
@@ -168,10 +168,7 @@ def make_scores(kind: int, size: int, group: int) -> Any:
                             for i in near
                         ]
                         if kind == E4M3:
-                            now = builder.load(wrong)
-                            for x in codes:
-                                now = e.nan_of(x, now)
-                            builder.store(now, wrong)
+                            builder.store(e.suspected(codes, builder.load(suspects)), suspects)
                         key = [e.widened(x, kind) for x in codes]
                         for head, part in itertools.product(range(group), range(2)):
                             at = ((head * size + c) * 2 + part * WIDE) * 2
@@ -185,7 +182,7 @@ def make_scores(kind: int, size: int, group: int) -> Any:
                     left = e.splat_int(builder.sub(count, e.add(first, half * tokens)))
                     row = e.where_less(lanes, left, scaled, e.constant(float(LOWEST)))
                     e.store(row, e.add(to, e.add(e.times(g, 128), half * 64)))
-            e.put(builder.load(wrong), seen)
+            e.put(builder.load(suspects), seen)
             return context.get_dummy_value()
 
         return types.void(*[_I] * 10), generate
@@ -203,7 +200,7 @@ def make_gather(kind: int, size: int, group: int) -> Any:
         pairs:   (groups of tokens, 16, 2) float16, workspace: weights, in the range that is safe
         state:   (3, 16) float32: the last row are the factors for older sums
         sums:    (group, size) float32
-        seen:    (size / 64) lines, see ``Halves.nan_of``: by column, values that are not a number
+        seen:    a line, see ``Halves.suspected``: of values in whole lines; NaN of others stay
     """
     tokens = LANES // head_lanes(group)
     safe = weight_range(kind)
@@ -223,8 +220,8 @@ def make_gather(kind: int, size: int, group: int) -> Any:
             for place in kept.values():
                 builder.store(e.zero(), place)
             lines = [c for c in range(columns.start, columns.stop - WIDE, LINE)]
-            looks = lines if kind == E4M3 and heads.start == 0 else []
-            wrong = {c: cgutils.alloca_once_value(builder, e.line(e.add(seen, c))) for c in looks}
+            looks = kind == E4M3 and heads.start == 0
+            suspects = cgutils.alloca_once_value(builder, e.line(seen))
             with e.loop(e.groups(count, tokens)) as g:
                 now = {key: builder.load(place) for key, place in kept.items()}
                 row, first = e.add(pairs, e.times(g, 64)), e.times(g, tokens)
@@ -233,12 +230,12 @@ def make_gather(kind: int, size: int, group: int) -> Any:
                     for c in columns if heads.start == 0 else ():
                         if c % LINE == 0:
                             e.prefetch(e.add(e.add(value, step), c), near=True)
-                    part = {}
-                    for c in lines:
-                        codes = e.line(e.add(value, c))
-                        if c in wrong:
-                            builder.store(e.nan_of(codes, builder.load(wrong[c])), wrong[c])
-                        part[c], part[c + WIDE] = e.widened(codes, kind)
+                    part, codes = {}, {c: e.line(e.add(value, c)) for c in lines}
+                    if looks:
+                        found = e.suspected(list(codes.values()), builder.load(suspects))
+                        builder.store(found, suspects)
+                    for c, line in codes.items():
+                        part[c], part[c + WIDE] = e.widened(line, kind)
                     if columns.stop % LINE:
                         c = columns.stop - WIDE
                         part[c] = e.halves_of_bytes(e.add(value, c), kind, WIDE)
@@ -248,16 +245,16 @@ def make_gather(kind: int, size: int, group: int) -> Any:
                             now[h, c] = e.multiply_add(weight, part[c], now[h, c])
                 for key, place in kept.items():
                     builder.store(now[key], place)
-            for c, place in wrong.items():
-                e.put(builder.load(place), e.add(seen, c))
+            if looks:
+                e.put(builder.load(suspects), seen)
             back = e.constant(unit(kind) / safe)
             for h in heads:
                 shrink = e.load_all(e.add(state, 128 + h * tokens * 4))
-                found = {c: builder.load(kept[h, c]) for c in columns}
+                total = {c: builder.load(kept[h, c]) for c in columns}
                 for c in lines:
-                    found[c], found[c + WIDE] = e.joined_line(found[c], found[c + WIDE])
+                    total[c], total[c + WIDE] = e.joined_line(total[c], total[c + WIDE])
                 for c in columns:
-                    for i, x in enumerate(e.parts(found[c])):
+                    for i, x in enumerate(e.parts(total[c])):
                         place = e.add(sums, (h * size + c + i * LANES) * 4)
                         old = builder.fmul(e.load(place), shrink)
                         e.store(e.fma(x, back, old), place)

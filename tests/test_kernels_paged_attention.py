@@ -102,6 +102,18 @@ def test_nan_among_valid_tokens_is_not_lost(portable, name, kind):
         assert np.isnan(out).sum() == 3 * 4
 
 
+@pytest.mark.parametrize("kind", ["key", "value"])
+def test_the_largest_number_of_e4m3_is_told_from_its_neighbour_nan(kind):
+    rng = np.random.default_rng(15)
+    table = Table((2, 1, 64, 128), ["FP8_E4M3"], [formats.BUILTIN["FP8_E4M3"]])
+    x = rng.standard_normal((2, 1, 50, 128)).astype(np.float32)
+    x[int(kind == "value"), 0, [7, 40], [3, 100]] = [448, -448]
+    table.write([np.arange(1)], x, 0)
+    q = queries(rng, 1, 4, 1, 128)
+    expected = oracle(table, q, [np.arange(1)], [50])
+    check(table.attend(q, [np.arange(1)], [50]), expected, fast_tolerance("FP8_E4M3"))
+
+
 @pytest.mark.parametrize("name", ["FP8_E4M3", "FP8_E5M2"])
 def test_every_code_of_8_bits_is_read_as_what_it_is(name):
     table = Table((2, 1, 64, 32), [name], [formats.BUILTIN[name]])
