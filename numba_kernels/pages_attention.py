@@ -168,6 +168,31 @@ def _limits(x, row, rows, length, start, begin, low, high, limits):
 
 
 @njit
+def _seen_by_all(x, row, rows, length, start, low, high):
+    """First, and one past the last of tokens ``low .. high`` that every row sees."""
+    for r in range(rows):
+        from_, to = layout.visible(x, length, start + (row + r) // x.group)
+        low, high = max(low, from_), min(high, to)
+    return low, high
+
+
+@njit
+def _all_tokens(limits, rows, page_size):
+    """Limits of rows that see a whole page."""
+    limit = carray(int64_at(limits), (rows, 2))
+    for r in range(rows):
+        limit[r, 0], limit[r, 1] = 0, page_size
+
+
+@njit
+def _places(at, format_, h):
+    """Where K and V of a head begin in pages of a format; 1 if V is rotated."""
+    description = at.descriptions + 8 * pages_layout.WORDS * format_
+    key, value = read_half(description, 0), read_half(description, 1)
+    return key.at + h * key.head, value.at + h * value.head, 1 if value.rotation else 0
+
+
+@njit
 def _item(x, at, query, b, h, row, rows, low, high, length, start, space):
     """Rows ``row .. row + rows`` over tokens ``low .. high``, into sums and states in ``space``.
 
@@ -190,36 +215,43 @@ def _item(x, at, query, b, h, row, rows, low, high, length, start, space):
         known[f] = 0
     blocks = carray(int64_at(at.blocks + 8 * b * x.blocks), (x.blocks,))
     n = carray(int64_at(task), (pages_task.WORDS,))
+    n[4], n[7], n[8], n[11], n[12], n[13] = rows, queries, rotated, limits, x.softcap, scratch
     end = (high + page_size - 1) // page_size
+    all_low, all_high = _seen_by_all(x, row, rows, length, start, low, high)
+    # What stays from page to page is written once: a page is a third of a microsecond.
+    format_, whole = np.int64(-1), False
+    key = value = kernel_ = np.int64(0)
     for block in range(low // page_size, end):
         begin = block * page_size
-        first, last = _limits(x, row, rows, length, start, begin, low, high, limits)
-        if first >= last:
-            continue
-        page, format_ = _page(at, blocks[block])
-        description = at.descriptions + 8 * pages_layout.WORDS * format_
-        key, value = read_half(description, 0), read_half(description, 1)
-        following = 0
+        if all_low <= begin and begin + page_size <= all_high:
+            first, last = 0, page_size
+            if not whole:
+                _all_tokens(limits, rows, page_size)
+            whole = True
+        else:
+            whole = False
+            first, last = _limits(x, row, rows, length, start, begin, low, high, limits)
+            if first >= last:
+                continue
+        page, found = _page(at, blocks[block])
+        if found != format_:
+            format_ = found
+            key, value, turned = _places(at, format_, h)
+            kernel_ = carray(int64_at(at.kernels + 8 * format_), (1,))[0]
+            n[0] = at.descriptions + 8 * pages_layout.WORDS * format_
+            n[9] = sums + turned * x.rows * size * 4
+            n[10] = states + turned * x.rows * 8
+            n[14] = stores + format_ * x.prepared
+        n[1], n[2], n[3] = page + key, page + value, 0
         if block + 1 < end:
             following, other = _page(at, blocks[block + 1])
-            half = read_half(at.descriptions + 8 * pages_layout.WORDS * other, 0)
-            second = read_half(at.descriptions + 8 * pages_layout.WORDS * other, 1)
-            n[16] = following + second.at + h * second.head
-            following += half.at + h * half.head
-        turned = 1 if value.rotation else 0
-        n[0], n[1], n[2] = (
-            description,
-            page + key.at + h * key.head,
-            page + value.at + h * value.head,
-        )
-        n[3], n[4], n[5], n[6] = following, rows, first, last
-        n[7], n[8] = queries, rotated
-        n[9] = sums + turned * x.rows * size * 4
-        n[10] = states + turned * x.rows * 8
-        n[11], n[12], n[13] = limits, x.softcap, scratch
-        n[14], n[15] = stores + format_ * x.prepared, 1 - known[format_]
+            next_key, next_value = key, value
+            if other != format_:
+                next_key, next_value, _ = _places(at, other, h)
+            n[3], n[16] = following + next_key, following + next_value
+        n[5], n[6], n[15] = first, last, 1 - known[format_]
         known[format_] = 1
-        call(carray(int64_at(at.kernels + 8 * format_), (1,))[0], task)
+        call(kernel_, task)
     _join(x, rows, sums, states)
     return sums, states
 
