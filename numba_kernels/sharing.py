@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
+import numpy as np
 from numba import carray, njit
 
 from onnx_inplace.numba_kernels.floats import int64_at
@@ -77,6 +78,28 @@ def _work(job, worker, workers):
 def part(job, worker):
     """Run the kernel of a ``Job`` as one of its workers."""
     _work(job, worker, load_int64(job + 8 * Job.WORKERS))
+
+
+@on_demand("int64(int64,int64,int64,int64,int64,int64)")
+def seen(lengths, batch, tokens, left, right, at_end):
+    """Keys that the middle one of the queries sees, all rows of the batch together.
+
+    Args:
+        lengths: address of (batch) int64.
+        batch: rows.
+        tokens: queries of each.
+        left: keys that one sees before its own; -1: all.
+        right: likewise behind its own.
+        at_end: 1: queries are the last tokens of their row; 0: the first ones.
+    """
+    middle, total = tokens // 2, np.int64(0)
+    for row in range(batch):
+        length = load_int64(lengths + 8 * row)
+        position = length - tokens + middle if at_end else middle
+        low = max(0, position - left) if left >= 0 else 0
+        high = min(length, position + right + 1) if right >= 0 else length
+        total += max(1, high - low)
+    return total
 
 
 @on_demand("int64(int64,int64,int64,int64)")

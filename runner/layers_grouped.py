@@ -126,7 +126,7 @@ class _Prepared(layer.Prepared):
 
     def lengths(self, slots: Slots) -> Array:
         """[tokens] of the sequences."""
-        lengths: Array = 1 + slots[self.last].reshape(-1)
+        lengths: Array = np.add(slots[self.last], 1, dtype=np.int64)
         return lengths
 
     def note(self, slots: Slots, done: int) -> None:

@@ -148,7 +148,7 @@ class _Prepared(layer.Prepared):
 
     def lengths(self, slots: Slots) -> Array:
         """[tokens] of the sequences."""
-        lengths: Array = slots[self.lengths_slot].reshape(-1)
+        lengths: Array = slots[self.lengths_slot]
         return lengths
 
     def note(self, slots: Slots, done: int) -> None:

@@ -174,6 +174,8 @@ class Checker:
             ids, position = ids_of(slots), position_of(slots)
             if position.size != 1 or not ids.flags.c_contiguous:
                 return False
+            if ids.ndim == 2 and len(ids) != 1:
+                return False
             first = position.item()
             if length_of is not None:
                 length = length_of(slots)

@@ -43,14 +43,15 @@ def pattern(accesses: Sequence[PageAccess]) -> Pattern | None:
     """How accesses let one sequence grow, and read it; None: they do other things.
 
     All accesses have the ids of the first one, all writes its positions and length, all reads the
-    lengths and the window of the first read. Either every write is followed by a read, or none.
+    lengths and the window of the first read. Either every write is followed by a read, or none. A
+    batch of block tables may hold that of one sequence.
     """
     reads = any(access.mode is Mode.READ for access in accesses)
     writes, others = (accesses[::2], accesses[1::2]) if reads else (accesses, ())
     if not writes or (reads and len(writes) != len(others)):
         return None
     write, read = writes[0], others[0] if others else None
-    if write.rank != 1 or any(_what(w) != _what(write) for w in writes):
+    if not write.rank or any(_what(w) != _what(write) for w in writes):
         return None
     if write.mode is not Mode.WRITE or any(r.mode is not Mode.READ for r in others):
         return None
@@ -58,7 +59,7 @@ def pattern(accesses: Sequence[PageAccess]) -> Pattern | None:
         pairs = zip(writes, others, strict=True)
         if any(w.root != r.root or _what(r) != _what(read) for w, r in pairs):
             return None
-        if (read.ids, read.length, read.rank) != (write.ids, write.length, 1):
+        if (read.ids, read.length, read.rank) != (write.ids, write.length, write.rank):
             return None
     roots = tuple(w.root for w in writes)
     return Pattern(roots, write, read) if len(set(roots)) == len(roots) else None

@@ -78,6 +78,7 @@ def ready(workers: int) -> None:
     invoke.invoke.ready()
     if workers < 2:
         return
+    sharing.seen.ready()
     if not _possible():
         invoke.invoke_parallel.ready()
         return

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol
 
+from onnx_inplace.numba_kernels import sharing
+from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner.actions import Array
 from onnx_inplace.runner.threads import Policy
 
@@ -31,14 +33,10 @@ def seen(window: Window, lengths: Array, *, at_end: bool) -> int:
     """Keys that the middle one of the queries sees, all rows of the batch together.
 
     What a call takes is in proportion to it: the clock may compare short rows with long ones, and
-    layers with a window with layers without.
+    layers with a window with layers without. ``lengths`` are int64, side by side.
     """
-    middle, total = window.tokens // 2, 0
-    for length in lengths.ravel().tolist():
-        position = length - window.tokens + middle if at_end else middle
-        low = max(0, position - window.left) if window.left >= 0 else 0
-        high = min(length, position + window.right + 1) if window.right >= 0 else length
-        total += max(1, high - low)
+    sizes = window.tokens, window.left, window.right, at_end
+    total: int = sharing.seen.ready()(address(lengths), lengths.size, *sizes)
     return total
 
 

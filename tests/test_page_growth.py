@@ -104,6 +104,48 @@ def test_a_run_that_reads_another_length_is_judged_by_that():
             assert np.abs(output[0, :, 0] - expected).max() < 1e-5
 
 
+@model
+def grow_all(
+    cache: Mutable[Paged[FLOAT[DIMS]]],
+    ids: INT64["b", "blocks"],
+    query: FLOAT["b", 2, "n", 32],
+    values: FLOAT[2, "b", 1, "n", 32],
+    position: INT64["b"],
+    length: INT64["b"],
+) -> tuple[FLOAT["b", 2, "n", 32], Alias["cache"]]:
+    updated = kv.PagedCacheUpdate(cache, ids, values, position)
+    return kv.PagedAttention(query, updated, ids, length, is_causal=1), updated
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_batch_is_judged_whether_it_is_of_one_sequence_or_of_several(batch, monkeypatch):
+    judged, allowed = [], Growth.allowed
+    monkeypatch.setattr(Growth, "allowed", lambda *given: judged.append(1) or allowed(*given))
+    session = Session(grow_all)
+    cache = session.allocate("cache")
+    cache.allocate_pages(4, "FLOAT32")
+    ids, random = np.array([[2, 0], [1, 3]])[:batch], np.random.default_rng(0)
+    query = random.standard_normal((batch, 2, 1, 32)).astype(np.float32)
+    written = random.standard_normal((2, batch, 1, 20, 32)).astype(np.float32)
+    with session.bind(cache=cache) as step:
+        for t in range(20):
+            values, position = written[:, :, :, t : t + 1], np.full(batch, t)
+            feeds = {"ids": ids, "query": query, "values": values, "position": position}
+            before = cache.snapshot()
+            with pytest.raises(errors.UnwrittenTokens):
+                step.run(**feeds, length=position + 2)
+            if batch == 2:  # both would write the same page
+                with pytest.raises(errors.PageError, match="twice"):
+                    step.run(**feeds | {"ids": ids[[0, 0]]}, length=position + 1)
+            assert cache.snapshot() == before
+            output = step.run(**feeds, length=position + 1)[0]
+            keys, content = written[:, :, 0, : t + 1].astype(np.float64)
+            weights = np.exp(np.einsum("bhd,btd->bht", query[:, :, 0], keys) / np.sqrt(32))
+            expected = weights @ content / weights.sum(-1, keepdims=True)
+            assert np.abs(output[:, :, 0] - expected).max() < 1e-5
+    assert bool(judged) == (batch == 1)
+
+
 def access(mode, root="a", ids="table", position="p", offset=0, left=-1, rank=1):
     where = Operand(position, offset)
     return PageAccess(0, mode, root, None, None, rank, Operand(ids), where, 1, 1, 4, None, left)
@@ -125,7 +167,7 @@ GROWS = [access(Mode.WRITE), access(Mode.READ, offset=1)]
         [GROWS[0], access(Mode.READ, ids="other")],
         [*GROWS, access(Mode.WRITE, "b"), access(Mode.READ, "b", offset=1, left=5)],
         [*GROWS, access(Mode.WRITE, "b", position="q"), access(Mode.READ, "b", offset=1)],
-        [access(Mode.WRITE, rank=2), access(Mode.READ, offset=1, rank=2)],
+        [access(Mode.WRITE, rank=2), access(Mode.READ, offset=1)],
         [access(Mode.CONVERT), GROWS[1]],
     ],
 )
