@@ -112,11 +112,20 @@ class Heads:
         return sizes.operation("min", most, _times(_BLOCK, _groups(count, _BLOCK)))
 
     def _splits(self) -> Size:
-        """More of them than threads, so that a late one is no loss; not too short."""
-        rows = _times(self.batch, self.kv_heads)
-        wanted = _plus(1, sizes.operation("//", _plus(-1, _times(4, THREADS)), rows))
+        """Most where all rows but one are empty: four parts of a row for each thread.
+
+        As many for each: a multiple of what the heads lack to be one of the threads.
+        """
+        common: Size = 1  # the greatest divisor of heads and threads
+        for k in range(2, self.kv_heads + 1):
+            if self.kv_heads % k == 0:
+                whole = sizes.operation("//", _times(k, sizes.operation("//", THREADS, k)), THREADS)
+                common = sizes.operation("max", common, _times(k, whole))
+        step = sizes.operation("//", THREADS, common)
+        wanted = _groups(_times(4, THREADS), self.kv_heads)
+        parts = _times(step, sizes.operation("//", _plus(_plus(-1, step), wanted), step))
         long = sizes.operation("//", self.capacity, SHORTEST_SPLIT)
-        return sizes.operation("max", 1, sizes.operation("min", long, wanted))
+        return sizes.operation("max", 1, sizes.operation("min", long, parts))
 
 
 def _attention(node: ir.Node, known: Extents) -> tuple[Allocations, ...] | None:

@@ -24,7 +24,7 @@ from onnx_inplace.numba_kernels.objects import (
     let_go,
     take_back,
 )
-from onnx_inplace.numba_kernels.sharing import Sharing, attend, sharing_of, splits_of
+from onnx_inplace.numba_kernels.sharing import Sharing, attend, sharing_of, splits_at
 
 REFUSED, WRITTEN, DONE = 0, 1, 2
 """What a call has done: nothing; keys and values are written; attention is done, too."""
@@ -127,7 +127,7 @@ def _call(slots, table, space, team):
     _update(second, other, newer, others)
     s = sharing_of(table + 8 * _SHARING)
     store_int64(space, 0)  # items that are done
-    store_int64(space + 8, splits_of(s, longest))
+    store_int64(space + 8, splits_at(s, lengths, x.batch, longest))
     places = x.layout, query, key, value, output, lengths, 0, 0, space
     done = DONE if attend(s, team, x.kernel, places, longest, s.merge) else WRITTEN
     take_back(state)

@@ -27,7 +27,7 @@ from onnx_inplace.numba_kernels.objects import (
     take_back,
 )
 from onnx_inplace.numba_kernels.pages import call_writer
-from onnx_inplace.numba_kernels.sharing import Sharing, attend, sharing_of, splits_of
+from onnx_inplace.numba_kernels.sharing import Sharing, attend, sharing_of, splits_at
 
 IDS, VALUES, POSITIONS, QUERY, OUTPUT, LENGTHS = range(6)
 _ARRAYS = 6
@@ -180,7 +180,7 @@ def _call(slots, table, space, team):
     clipped = call_writer(x.writer, (*tables, ids, positions, space))
     s, done = sharing_of(table + 8 * _SHARING), WRITTEN
     if longest <= s.most or team != 0:
-        splits = splits_of(s, longest)
+        splits = splits_at(s, lengths, x.batch, longest)
         begun = pages_call.prepare(
             at.addresses, at.formats, at.descriptions, x.kernels, ids, space, splits
         )

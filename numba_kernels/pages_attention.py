@@ -81,11 +81,15 @@ def worker_bytes(x: PagesLayout) -> int:
     return (numbers + 8 * words + x.scratch + x.formats * x.prepared + 63) // 64 * 64
 
 
+def items(x: PagesLayout) -> int:
+    """Items of a sequence that is not split: its kv heads, in pieces of ``rows``."""
+    return x.kv_heads * -(-x.group * x.tokens // x.rows)
+
+
 def workspace_size(x: PagesLayout, splits: int, workers: int) -> int:
     """Bytes of workspace. Its first two int64 have to be 0 and the number of splits."""
-    items = x.batch * x.kv_heads * -(-x.group * x.tokens // x.rows)
     partial = x.rows * (x.head_size + 2) * 4 if splits > 1 else 0
-    return HEADER + workers * x.worker_bytes + items * splits * partial
+    return HEADER + workers * x.worker_bytes + x.batch * items(x) * splits * partial
 
 
 @njit

@@ -26,7 +26,7 @@ from onnx_inplace.numba_kernels.objects import (
     take_back,
 )
 from onnx_inplace.numba_kernels.rows import place_rows
-from onnx_inplace.numba_kernels.sharing import Sharing, attend, sharing_of, splits_of
+from onnx_inplace.numba_kernels.sharing import Sharing, attend, sharing_of, splits_at
 
 QUERY, KEY, VALUE, KEYS, VALUES, LAST, TOTAL, COSINES, SINES, POSITIONS, OUTPUT = range(11)
 """Arrays; KEY, VALUE, COSINES, SINES and POSITIONS may be ``objects.NOTHING``."""
@@ -137,7 +137,7 @@ def _call(slots, table, space, team):
         place_rows(x.queries, query, space + x.rotated, 0, positions, cosines, sines, row)
         query = space + x.rotated
     store_int64(space, 0)  # items that are done
-    store_int64(space + 8, splits_of(s, longest))
+    store_int64(space + 8, splits_at(s, lengths, x.batch, longest))
     places = x.layout, query, keys, values, output, lengths, 0, 0, space
     done = DONE if attend(s, team, x.kernel, places, longest, s.merge) else WRITTEN
     take_back(state)

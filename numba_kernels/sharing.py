@@ -52,14 +52,16 @@ class Sharing(NamedTuple):
     Attributes:
         most: [tokens] of a sequence that one thread takes alone, without splits.
         shortest: [tokens] of a split.
-        splits: at most.
+        items: kv heads of a sequence, or pieces of their rows; 0: they are not split.
+        reach: [tokens] of a sequence that are read at most: a window leaves others out.
         workers: threads.
         merge: address of the kernel that joins splits; 0: there is none.
     """
 
     most: int
     shortest: int
-    splits: int
+    items: int
+    reach: int
     workers: int
     merge: int
 
@@ -112,14 +114,41 @@ def run(loop, context, function, job):
 @njit
 def sharing_of(at):
     """The ``Sharing`` at an address."""
-    n = carray(int64_at(at), (5,))
-    return Sharing(n[0], n[1], n[2], n[3], n[4])
+    n = carray(int64_at(at), (6,))
+    return Sharing(n[0], n[1], n[2], n[3], n[4], n[5])
 
 
 @njit
-def splits_of(x, longest):
-    """Into how many parts each of the sequences is split; see ``Sharing``."""
-    return 1 if longest <= x.most else max(1, min(longest // x.shortest, x.splits))
+def splits_of(x, longest, total):
+    """Into how many parts each of the sequences is split; see ``Sharing``.
+
+    A part of the longest is at most a quarter of what a thread has to do in all, so that a late
+    one is no loss. And there are as many of them for each thread: with 3 heads in 3 parts, one of
+    two threads has a fifth part when the other one has nothing more to do. There are most parts if
+    all sequences but one are empty: the number that suits threads there suits them with any total.
+
+    Args:
+        x: ``Sharing``.
+        longest: [tokens] of the sequences.
+        total: [tokens] that are read of all of them.
+    """
+    if longest <= x.most or x.items == 0:
+        return 1
+    part = min(longest, x.reach)
+    parts = -(-4 * x.workers * part // (x.items * total))
+    rows = x.items * ((2 * total + part) // (2 * part))  # as long as the longest, nearly
+    while parts * rows % x.workers:
+        parts += 1
+    return max(1, min(longest // x.shortest, parts))
+
+
+@njit
+def splits_at(x, lengths, count, longest):
+    """Likewise for ``count`` sequences; ``lengths``: address of int64."""
+    total = np.int64(0)
+    for k in range(count):
+        total += min(load_int64(lengths + 8 * k), x.reach)
+    return splits_of(x, longest, total)
 
 
 @njit

@@ -204,7 +204,10 @@ class Call:
             self._kernel = self._prefill.attend.ready().address
         else:
             self._kernel = kernels.portable
-        self._merge: int = 0 if self._decode is None else self._decode.merge.ready().address
+        merge: int = 0 if self._decode is None else self._decode.merge.ready().address
+        split = 0 if self._decode is None else p.kv_heads
+        sizes = self._shared, work.SHORTEST_SPLIT, split, work.reach(p, p.capacity)
+        self._sharing = Sharing(*sizes, kernels.threads, merge)
         self.clock = work.Clock(_policies[self._kernel], products, p, p.at_end, long)
         self._workspace = self._words(1, 1)
 
@@ -230,7 +233,7 @@ class Call:
             return
         # As many splits on one thread as on several: which it is, is decided by the clock and by
         # whose threads they are, and results must not depend on it.
-        parts = self._splits(longest)
+        parts = work.splits(self._sharing, lengths, longest)
         if team.borrows() or longest <= self.clock.least:
             self._run(places, parts, self._kernels.threads if team.borrows() else 1)
             return
@@ -271,11 +274,9 @@ class Call:
     @property
     def plain(self) -> Plain:
         """What a call without mask and sinks is."""
-        workers, parts = self._kernels.threads, self._splits(self.problem.capacity)
-        space = 8 * max(self._workspace, self._words(workers, parts))
-        sizes = self._shared, work.SHORTEST_SPLIT, parts, workers
-        parts_of = Sharing(*sizes, self._merge)
-        return Plain(self._kernel, self._layout_address, space, parts_of)
+        parts = work.most_splits(self._sharing, self.problem.capacity)
+        space = 8 * max(self._workspace, self._words(self._kernels.threads, parts))
+        return Plain(self._kernel, self._layout_address, space, self._sharing)
 
     def _words(self, workers: int, splits: int) -> int:
         """Workspace in int64."""
@@ -288,12 +289,6 @@ class Call:
             size = attention.workspace_size(p.head_size, p.value_size) * workers
         return 2 + size // 8
 
-    def _splits(self, longest: int) -> int:
-        if self._decode is None:
-            return 1
-        rows = self.problem.batch * self.problem.kv_heads
-        return work.splits(longest, rows, self._kernels.threads)
-
     def _run(self, places: tuple[int, ...], splits: int, workers: int) -> None:
         alone = workers == 1 and splits == 1
         words = self._workspace if alone else self._words(workers, splits)
@@ -302,7 +297,7 @@ class Call:
         if workers == 1:
             self._serial(self._kernel, *places, address(workspace), 1)
             return
-        team.run(self._kernel, (*places, address(workspace)), workers, self._merge)
+        team.run(self._kernel, (*places, address(workspace)), workers, self._sharing.merge)
 
 
 class Calls(Generic[T]):

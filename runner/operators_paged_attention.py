@@ -199,6 +199,10 @@ class Call:
             least // max(batch * products, 1) if workers > 1 else _NEVER
             for least in (min(SHARED, PARALLEL), PARALLEL)
         )
+        reach = work.reach(self._layout, blocks * x.page_size)
+        items = pages_attention.items(self._layout)
+        sizes = self._shared, work.SHORTEST_SPLIT, items, reach
+        self._sharing = Sharing(*sizes, workers, self._kernels.merge)
         policy = _policies[self._page_kernels.tobytes(), x.tokens == 1]
         self.clock = work.Clock(policy, products, self._layout, True, long)
         self._alone = pages_attention.workspace_size(self._layout, 1, 1)
@@ -220,7 +224,8 @@ class Call:
         if longest <= self._shared:
             self._serial(*arguments, address(workspace.of_thread(self._alone)), 1)
             return
-        parts = self._splits(longest)
+        # As many on one thread as on several: see ``attend.Call``.
+        parts = work.splits(self._sharing, lengths, longest)
         awake = team.borrows()
         alone = not awake and (longest <= self.clock.least or not self.clock.policy.parallel())
         workers = 1 if alone else self._workers
@@ -239,15 +244,9 @@ class Call:
         """What a call is; its Layout is a PagesLayout."""
         attend, layout, _ = self._addresses
         x = self._layout
-        parts = self._splits(x.blocks * x.page_size)
+        parts = work.most_splits(self._sharing, x.blocks * x.page_size)
         space = pages_attention.workspace_size(x, parts, self._workers)
-        sizes = self._shared, work.SHORTEST_SPLIT, parts, self._workers
-        parts_of = Sharing(*sizes, self._kernels.merge)
-        return Plain(attend, layout, max(self._alone, space), parts_of)
-
-    def _splits(self, longest: int) -> int:
-        """As many on one thread as on several: see ``attend.Call``."""
-        return work.splits(longest, self._layout.batch * self._layout.kv_heads, self._workers)
+        return Plain(attend, layout, max(self._alone, space), self._sharing)
 
     @property
     def page_kernels(self) -> int:

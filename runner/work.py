@@ -64,13 +64,21 @@ class Clock:
         took(self.products * seen(self.window, lengths, at_end=self.at_end), seconds)
 
 
-def splits(longest: int, rows: int, workers: int) -> int:
-    """Parts of the tokens of each row: more items than threads, so that a late one is no loss.
+def reach(window: Window, capacity: int) -> int:
+    """Tokens of a sequence that queries of a row see at most, and never less than 1."""
+    if window.left < 0 or window.right < 0:
+        return max(1, capacity)
+    return max(1, min(capacity, window.left + window.tokens + window.right))
 
-    As many items for each thread: with 3 rows in 3 parts, one of two threads has a fifth item when
-    the other one has nothing more to do.
-    """
-    most = -(-4 * workers // rows)
-    while most * rows % workers:
-        most += 1
-    return max(1, min(longest // SHORTEST_SPLIT, most))
+
+def splits(x: sharing.Sharing, lengths: Array, longest: int) -> int:
+    """Parts of each sequence, as a compiled call finds them: see ``sharing.splits_of``."""
+    total = sum(min(length, x.reach) for length in lengths.ravel().tolist())
+    found: int = sharing.splits_of.py_func(x, longest, total)
+    return found
+
+
+def most_splits(x: sharing.Sharing, capacity: int) -> int:
+    """Parts in which sequences of any lengths are split: most if all but one are empty."""
+    found: int = sharing.splits_of.py_func(x, capacity, min(capacity, x.reach))
+    return found

@@ -237,10 +237,10 @@ def test_lengths_of_zero_and_shorter_than_the_queries():  # CASES 65
 @pytest.mark.parametrize("workers", [1, 2])
 def test_splits_and_threads(workers, splits, count):
     rng = np.random.default_rng(4)
-    lengths = [40, 64 * 8 + 3]
-    table, blocks = fill(rng, NAMES * 2, (2, 2, 64, 64), lengths)
+    lengths = [40, 64 * 8 + 3, 0]
+    table, blocks = fill(rng, NAMES * 3, (2, 2, 64, 64), lengths)
     sinks = rng.standard_normal(6).astype(np.float32)
-    q = queries(rng, 2, 6, count, 64)
+    q = queries(rng, 3, 6, count, 64)
     out = table.attend(q, blocks, lengths, splits=splits, workers=workers, sinks=sinks)
     expected = oracle(table, q, blocks, lengths, sinks=sinks)
     check(out, expected, BYTES if count == 1 else INTEGERS)

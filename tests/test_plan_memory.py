@@ -10,6 +10,8 @@ from onnx_inplace.compiler import arena, sizes, workspace
 from onnx_inplace.compiler.memory import Allocations, machine
 from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, kv, model, op
 from onnx_inplace.numba_kernels import attention, decode, floats, prefill, specialise
+from onnx_inplace.numba_kernels.sharing import Sharing
+from onnx_inplace.runner import work
 
 CACHE, NEW, SCALAR = FLOAT["b", "m", 64], FLOAT["b", "n", 64], INT64[()]
 
@@ -189,18 +191,18 @@ def stated(together: tuple[Allocations, ...], **given: int) -> int:
 
 @pytest.mark.kernel
 @pytest.mark.parametrize(("size", "group"), [(64, 3), (128, 1), (16, 16), (32, 8), (64, 20)])
-@pytest.mark.parametrize(("batch", "kv_heads"), [(1, 1), (3, 2), (64, 8)])
+@pytest.mark.parametrize(("batch", "kv_heads"), [(1, 1), (3, 2), (5, 9), (64, 8)])
 @pytest.mark.parametrize("tokens", [1, 2, 13, 128, 700])
-@pytest.mark.parametrize("threads", [1, 2, 8])
+@pytest.mark.parametrize("threads", [1, 2, 6, 8])
 @pytest.mark.parametrize("capacity", [100, 10_000])
 def test_workspace_of_attention_is_what_its_kernels_ask_for(
     size, group, batch, kv_heads, tokens, threads, capacity
 ) -> None:
-    """As a call that reads the whole capacity asks for it, and twice that is a header."""
+    """As a call asks for it whose rows are empty but for one, and twice that is a header."""
     if tokens == 1 and group <= 16:
-        splits = 1
+        splits, sharing = 1, Sharing(0, 256, kv_heads, capacity, threads, 0)
         if threads > 1:
-            splits = max(1, min(capacity // 256, -(-4 * threads // (batch * kv_heads))))
+            splits = work.most_splits(sharing, capacity)
         kernel = specialise.specialise(decode, floats.FLOAT32, size, group)
         asked = kernel.workspace_size(batch * kv_heads * splits, threads)
     else:
