@@ -41,7 +41,11 @@ class Team(enum.IntEnum):
     """[tokens] up to which the longest of the sequences is left to one thread, though split."""
     LONGEST = 4
     """[tokens] of the longest of the sequences of the last call, which writes it."""
-    JOB = 5
+    BATCH = 5
+    """Rows of a call, and what :func:`seen` takes of them, up to the next word."""
+    SEEN = 10
+    """What it says of the last call whose sequences were long."""
+    JOB = 11
     """The job, see ``Job``."""
     END = JOB + Job.END
 
@@ -82,6 +86,18 @@ def part(job, worker):
     _work(job, worker, load_int64(job + 8 * Job.WORKERS))
 
 
+@njit
+def _seen(lengths, batch, tokens, left, right, at_end):
+    middle, total = tokens // 2, np.int64(0)
+    for row in range(batch):
+        length = load_int64(lengths + 8 * row)
+        position = length - tokens + middle if at_end else middle
+        low = max(0, position - left) if left >= 0 else 0
+        high = min(length, position + right + 1) if right >= 0 else length
+        total += max(1, high - low)
+    return total
+
+
 @on_demand("int64(int64,int64,int64,int64,int64,int64)")
 def seen(lengths, batch, tokens, left, right, at_end):
     """Keys that the middle one of the queries sees, all rows of the batch together.
@@ -94,14 +110,7 @@ def seen(lengths, batch, tokens, left, right, at_end):
         right: likewise behind its own.
         at_end: 1: queries are the last tokens of their row; 0: the first ones.
     """
-    middle, total = tokens // 2, np.int64(0)
-    for row in range(batch):
-        length = load_int64(lengths + 8 * row)
-        position = length - tokens + middle if at_end else middle
-        low = max(0, position - left) if left >= 0 else 0
-        high = min(length, position + right + 1) if right >= 0 else length
-        total += max(1, high - low)
-    return total
+    return _seen(lengths, batch, tokens, left, right, at_end)
 
 
 @on_demand("int64(int64,int64,int64,int64)")
@@ -167,7 +176,12 @@ def attend(x, team, function, places, longest, merge):
         store_int64(team + 8 * Team.LONGEST, longest)
     elif longest > x.most:
         return False
-    if longest <= x.most or longest <= load_int64(team + 8 * Team.ALONE):
+    if longest <= x.most:
+        call_kernel(function, (*places, 0, 1))
+        return True
+    n = carray(int64_at(team + 8 * Team.BATCH), (5,))
+    store_int64(team + 8 * Team.SEEN, _seen(places[5], n[0], n[1], n[2], n[3], n[4]))
+    if longest <= load_int64(team + 8 * Team.ALONE):
         call_kernel(function, (*places, 0, 1))
         return True
     job = team + 8 * Team.JOB

@@ -96,10 +96,6 @@ class Prepared(abc.ABC):
         """Whether it can be called, as far as the call does not find out."""
 
     @abc.abstractmethod
-    def lengths(self, slots: Slots) -> Array:
-        """[tokens] of the sequences, int64."""
-
-    @abc.abstractmethod
     def note(self, slots: Slots, done: int) -> None:
         """Note in the journal what updates have written; ``done`` is what the call has said."""
 

@@ -118,7 +118,7 @@ class LayerAction:
             self._one_by_one(slots)
             return
         if helpers is not None and done & DONE:
-            helpers.end(call.lengths(slots))
+            helpers.end()
         self.end(slots, done)
 
     def end(self, slots: Slots, done: int) -> None:

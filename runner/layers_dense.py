@@ -106,7 +106,6 @@ class _Layer(layer.Layer):
             kept=(call, kept),
             writes=((updates[0], first.length), (updates[1], second.length)),
             positions=(places[2], places[5]),
-            slot=places[LENGTHS],
         )
 
 
@@ -117,21 +116,14 @@ class _Prepared(layer.Prepared):
     Attributes:
         writes: updates and the tokens of each.
         positions: slots.
-        slot: of the lengths.
     """
 
     writes: tuple[tuple[steps.Kernel, int], tuple[steps.Kernel, int]]
     positions: tuple[int, int]
-    slot: int
 
     def fits(self, slots: Slots) -> bool:
         """Whether it can be called: the call finds out all."""
         return True
-
-    def lengths(self, slots: Slots) -> Array:
-        """[tokens] of the sequences."""
-        lengths: Array = slots[self.slot]
-        return lengths
 
     def note(self, slots: Slots, done: int) -> None:
         """As numbers, not as the arrays: those may be buffers which the run uses again."""

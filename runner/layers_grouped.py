@@ -15,7 +15,7 @@ from onnx_inplace.numba_kernels import objects, rows_append_attend
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.numba_kernels.rows_append_attend import Layer
 from onnx_inplace.runner import journal, layer, operators_gqa, team
-from onnx_inplace.runner.actions import Array, Settings, Slots
+from onnx_inplace.runner.actions import Settings, Slots
 from onnx_inplace.runner.layer import INT64
 
 _INT32 = np.dtype(np.int32)
@@ -99,7 +99,6 @@ class _Layer(layer.Layer):
             helpers=team.helpers(ready.call.clock, settings.threads, 1 + last),
             kept=(ready, found[1]),
             entry=(step, None, None),
-            last=slot["seqlens_k"] or 0,
         )
 
 
@@ -110,24 +109,13 @@ def _after(size: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Prepared(layer.Prepared):
-    """See ``layer.Prepared``.
-
-    Attributes:
-        entry: of the journal.
-        last: slot of places of last tokens.
-    """
+    """See ``layer.Prepared``. ``entry``: of the journal."""
 
     entry: journal.Entry
-    last: int
 
     def fits(self, slots: Slots) -> bool:
         """Whether it can be called: the call finds out all."""
         return True
-
-    def lengths(self, slots: Slots) -> Array:
-        """[tokens] of the sequences."""
-        lengths: Array = np.add(slots[self.last], 1, dtype=np.int64)
-        return lengths
 
     def note(self, slots: Slots, done: int) -> None:
         """Tokens are anywhere."""

@@ -22,7 +22,7 @@ from onnx_inplace.numba_kernels.pages_append_attend import (
     Where,
 )
 from onnx_inplace.runner import journal, layer, operators_paged_attention, operators_pages, team
-from onnx_inplace.runner.actions import Array, Settings, Slots
+from onnx_inplace.runner.actions import Settings, Slots
 from onnx_inplace.runner.layer import INT64
 from onnx_inplace.runner.operators_paged_attention import Call, Options
 from onnx_inplace.runner.pages import PagedCache
@@ -110,7 +110,6 @@ class _Layer(layer.Layer):
             kept=(call, new, kept),
             storage=cache,
             slot=update.inputs[0] or 0,
-            lengths_slot=attention.inputs[3] or 0,
             entry=(update, None, None),
             places=places_of,
             formats=store.codec.key,
@@ -124,7 +123,6 @@ class _Prepared(layer.Prepared):
     Attributes:
         storage: that the update writes.
         slot: where it is.
-        lengths_slot: where the lengths of sequences are.
         entry: of the journal.
         places: of its page table.
         formats: key of its codec.
@@ -132,7 +130,6 @@ class _Prepared(layer.Prepared):
 
     storage: PagedCache
     slot: int
-    lengths_slot: int
     entry: journal.Entry
     places: tuple[int, int, int]
     formats: int
@@ -145,11 +142,6 @@ class _Prepared(layer.Prepared):
             and store.codec.key == self.formats
             and slots[self.slot] is self.storage
         )
-
-    def lengths(self, slots: Slots) -> Array:
-        """[tokens] of the sequences."""
-        lengths: Array = slots[self.lengths_slot]
-        return lengths
 
     def note(self, slots: Slots, done: int) -> None:
         """Pages are anywhere; clipped numbers are counted."""

@@ -19,6 +19,7 @@ import numpy as np
 
 from onnx_inplace.numba_kernels import invoke, sharing, team
 from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.numba_kernels.sharing import Team
 from onnx_inplace.numba_kernels.team import Words
 from onnx_inplace.runner import threads
 from onnx_inplace.runner.actions import Array
@@ -26,6 +27,11 @@ from onnx_inplace.runner.work import Clock
 
 _LINE = 64  # bytes that one core at a time may write
 _NEVER = 2**63 - 1
+# words by plain numbers: to look them up takes as long as to use them
+_ALONE, _CONTEXT, _LONGEST, _BATCH, _SEEN = map(
+    int, (Team.ALONE, Team.CONTEXT, Team.LONGEST, Team.BATCH, Team.SEEN)
+)
+_CROWDED = int(Words.CROWDED)
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
 _lock = threading.Lock()
@@ -95,9 +101,9 @@ def ready(workers: int) -> None:
 
 def words(loop: int, context: int = 0) -> Array:
     """A ``sharing.Team`` of threads that a loop offers; long sequences are theirs."""
-    places = np.zeros(sharing.Team.END, np.int64)
-    places[[sharing.Team.LOOP, sharing.Team.CONTEXT]] = loop, context
-    places[sharing.Team.PART] = sharing.part.ready().address
+    places = np.zeros(Team.END, np.int64)
+    places[[Team.LOOP, Team.CONTEXT]] = loop, context
+    places[Team.PART] = sharing.part.ready().address
     return places
 
 
@@ -135,41 +141,48 @@ class Helpers:
     Before a call nobody knows how long its sequences are: those of the last one tell.
     """
 
-    def __init__(self, clock: Clock, workers: int, longest: int) -> None:
-        """``longest``: [tokens] of the sequences that are expected."""
-        self._clock, self._workers = clock, workers
+    def __init__(self, clock: Clock, workers: int, lengths: Array) -> None:
+        """``lengths``: [tokens] of the sequences that are expected, of any shape."""
+        self._clock, self._workers, self._policy = clock, workers, clock.policy
         self._words = words(team.loop.ready().address)
-        self._words[sharing.Team.LONGEST] = longest
+        self._words[_BATCH:_SEEN] = clock.batch(lengths.size)
+        self._words[_LONGEST] = int(lengths.max(initial=0))
         self._at, self._view = address(self._words), self._words.data
         self._parallel, self._began = False, 0.0
 
     def begin(self) -> int:
         """What the call takes: the address of a ``sharing.Team``."""
-        view, clock = self._view, self._clock
-        self._began = 0.0
-        if view[sharing.Team.LONGEST] <= clock.least:
-            view[sharing.Team.ALONE] = _NEVER
+        view, least = self._view, self._clock.least
+        if view[_LONGEST] <= least:
+            view[_ALONE], self._began = _NEVER, 0.0
             return self._at
-        self._parallel = clock.policy.parallel()
-        view[sharing.Team.ALONE] = clock.least if self._parallel else _NEVER
-        view[sharing.Team.CONTEXT] = _own(self._workers)
+        self._parallel = parallel = self._policy.parallel()
+        view[_ALONE] = least if parallel else _NEVER
+        view[_CONTEXT] = _own(self._workers)
         self._began = time.perf_counter()
         return self._at
 
-    def end(self, lengths: Array) -> None:
-        """Tell the clock, behind a call that has done all."""
-        if self._began and self._view[sharing.Team.LONGEST] > self._clock.least:
-            seconds = time.perf_counter() - self._began
-            self._clock.took(seconds, lengths, parallel=self._parallel)
-            if self._parallel:
+    def end(self) -> None:
+        """Tell the clock, behind a call that has done all.
+
+        What the CPU's caches held before the call, the call has taken their place: there is as
+        little code here as can be.
+        """
+        view, began = self._view, self._began
+        if began and view[_LONGEST] > self._clock.least:
+            seconds = time.perf_counter() - began
+            work = self._clock.products * view[_SEEN]
+            if not self._parallel:
+                self._policy.serial_took(work, seconds)
+                return
+            self._policy.parallel_took(work, seconds)
+            if _words()[_CROWDED]:
                 _make_room()
 
 
 def helpers(clock: Clock, workers: int, lengths: Array) -> Helpers | None:
     """For calls with such ``lengths``; None: there are none."""
-    if workers < 2 or not _possible():
-        return None
-    return Helpers(clock, workers, max(lengths.ravel().tolist(), default=0))
+    return Helpers(clock, workers, lengths) if workers > 1 and _possible() else None
 
 
 def run(kernel: int, places: tuple[int, ...], workers: int, then: int = 0) -> None:
@@ -195,7 +208,8 @@ def run(kernel: int, places: tuple[int, ...], workers: int, then: int = 0) -> No
         if _share(team.loop.ready().address, _own(workers), kernel, places, workers):
             invoke.invoke.ready()(kernel, *places, 1)
             return
-        _make_room()
+        if _words()[_CROWDED]:
+            _make_room()
     if then:
         invoke.invoke.ready()(then, *places, workers)
 
@@ -216,15 +230,13 @@ def _own(workers: int) -> int:
 
 
 def _make_room() -> None:
-    """Keep helpers off the core of the calling thread, if one has been there.
+    """Keep helpers off the core of the calling thread: one has been there.
 
     Where no core is idle, Linux wakes a thread on the one of the thread that wakes it, and it takes
     turns with it. On another one it shares with whoever is there.
     """
     places = _words()
-    if not places[Words.CROWDED]:
-        return
-    places[Words.CROWDED] = 0
+    places[_CROWDED] = 0
     others = os.sched_getaffinity(0) - {places[Words.CORE]}
     if others:
         for helper in _helpers:

@@ -63,6 +63,11 @@ class Clock:
         took = self.policy.parallel_took if parallel else self.policy.serial_took
         took(self.products * seen(self.window, lengths, at_end=self.at_end), seconds)
 
+    def batch(self, rows: int) -> tuple[int, ...]:
+        """What ``sharing.Team`` has of so many rows, from ``BATCH`` on."""
+        window = self.window
+        return rows, window.tokens, window.left, window.right, int(self.at_end)
+
 
 def reach(window: Window, capacity: int) -> int:
     """Tokens of a sequence that queries of a row see at most, and never less than 1."""
