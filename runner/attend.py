@@ -240,7 +240,8 @@ class Call:
         parallel = self.clock.policy.parallel()
         start = time.perf_counter()
         self._run(places, parts, self._kernels.threads if parallel else 1)
-        self.clock.took(time.perf_counter() - start, lengths, parallel=parallel)
+        seconds = time.perf_counter() - start
+        self.clock.took(seconds, self.clock.seen(lengths), parallel=parallel)
 
     def on_arrays(
         self,

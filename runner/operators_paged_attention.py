@@ -237,7 +237,8 @@ class Call:
         else:
             self._team(arguments, workers)
         if not awake and longest > self.clock.least:
-            self.clock.took(time.perf_counter() - start, lengths, parallel=not alone)
+            seconds = time.perf_counter() - start
+            self.clock.took(seconds, self.clock.seen(lengths), parallel=not alone)
 
     @property
     def plain(self) -> Plain:

@@ -143,7 +143,7 @@ class Helpers:
 
     def __init__(self, clock: Clock, workers: int, lengths: Array) -> None:
         """``lengths``: [tokens] of the sequences that are expected, of any shape."""
-        self._clock, self._workers, self._policy = clock, workers, clock.policy
+        self._clock, self._workers = clock, workers
         self._words = words(team.loop.ready().address)
         self._words[_BATCH:_SEEN] = clock.batch(lengths.size)
         self._words[_LONGEST] = int(lengths.max(initial=0))
@@ -152,14 +152,13 @@ class Helpers:
 
     def begin(self) -> int:
         """What the call takes: the address of a ``sharing.Team``."""
-        view, least = self._view, self._clock.least
-        if view[_LONGEST] <= least:
-            view[_ALONE], self._began = _NEVER, 0.0
-            return self._at
-        self._parallel = parallel = self._policy.parallel()
-        view[_ALONE] = least if parallel else _NEVER
-        view[_CONTEXT] = _own(self._workers)
-        self._began = time.perf_counter()
+        view, clock = self._view, self._clock
+        view[_ALONE], self._began = _NEVER, 0.0
+        if view[_LONGEST] > clock.least:
+            self._parallel = clock.policy.parallel()
+            if self._parallel:
+                view[_ALONE], view[_CONTEXT] = clock.least, _own(self._workers)
+            self._began = time.perf_counter()
         return self._at
 
     def end(self) -> None:
@@ -171,12 +170,8 @@ class Helpers:
         view, began = self._view, self._began
         if began and view[_LONGEST] > self._clock.least:
             seconds = time.perf_counter() - began
-            work = self._clock.products * view[_SEEN]
-            if not self._parallel:
-                self._policy.serial_took(work, seconds)
-                return
-            self._policy.parallel_took(work, seconds)
-            if _words()[_CROWDED]:
+            self._clock.took(seconds, view[_SEEN], parallel=self._parallel)
+            if self._parallel and _words()[_CROWDED]:
                 _make_room()
 
 

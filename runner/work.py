@@ -58,10 +58,14 @@ class Clock:
     at_end: bool
     least: int
 
-    def took(self, seconds: float, lengths: Array, *, parallel: bool) -> None:
-        """A call over sequences of these lengths took so long."""
+    def seen(self, lengths: Array) -> int:
+        """See ``seen``."""
+        return seen(self.window, lengths, at_end=self.at_end)
+
+    def took(self, seconds: float, keys: int, *, parallel: bool) -> None:
+        """A call whose queries see so many keys took so long."""
         took = self.policy.parallel_took if parallel else self.policy.serial_took
-        took(self.products * seen(self.window, lengths, at_end=self.at_end), seconds)
+        took(self.products * keys, seconds)
 
     def batch(self, rows: int) -> tuple[int, ...]:
         """What ``sharing.Team`` has of so many rows, from ``BATCH`` on."""
