@@ -164,6 +164,9 @@ def splits_at(x, lengths, count, longest):
 def attend(x, team, function, places, longest, merge):
     """Run a kernel on as many threads as suits the longest of the sequences; whether it has been.
 
+    One thread does all where the loop refuses, as it does where another caller has the helpers.
+    Kernels then do by themselves what ``merge`` is for.
+
     Args:
         x: ``Sharing``.
         team: address of a ``Team``; 0: there is none, long sequences are left to the caller.
@@ -191,8 +194,8 @@ def attend(x, team, function, places, longest, merge):
     store_int64(job + 8 * Job.WORKERS, x.workers)
     context, part_ = load_int64(team + 8 * Team.CONTEXT), load_int64(team + 8 * Team.PART)
     loop = load_int64(team + 8 * Team.LOOP)
-    if call_5(loop, (context, part_, x.workers, x.workers, job)) != 0:
-        return False
-    if merge != 0:
+    if call_5(loop, (context, part_, x.workers, x.workers, job)) != 0:  # nothing has been called
+        call_kernel(function, (*places, 0, 1))
+    elif merge != 0:
         call_kernel(merge, (*places, 0, x.workers))
     return True
