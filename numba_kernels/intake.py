@@ -54,6 +54,26 @@ def _read(at):
 
 
 # With the GIL: nobody changes or frees an array meanwhile.
+@njit
+def taken(objects, expected, count, kind, intervals, lent):
+    """See :func:`take`."""
+    intervals = load_int64(intervals)
+    for k in range(count):
+        array, x = load_int64(objects + 8 * k), _read(expected + 8 * _WORDS * k)
+        if not is_array(array, kind, x.dtype, x.ndim, x.dims):
+            return False
+        data = load_int64(array + FIELD)
+        if x.nbytes and _overlaps(intervals, lent, data, data + x.nbytes):
+            return False
+        if x.copy:
+            copy(x.copy, data, x.nbytes)
+            numbers = carray(int64_at(x.copy), (x.nbytes // 8 if x.bounded else 0,))
+            for i in range(len(numbers)):
+                if numbers[i] < x.low or numbers[i] > x.high:
+                    return False
+    return True
+
+
 @on_demand("int64(int64,int64,int64,int64,int64,int64)", nogil=False)
 def take(objects, expected, count, kind, intervals, lent):
     """Whether ``count`` objects are arrays as expected, apart from memory that is lent.
@@ -71,18 +91,4 @@ def take(objects, expected, count, kind, intervals, lent):
     Returns:
         1 or 0.
     """
-    intervals = load_int64(intervals)
-    for k in range(count):
-        array, x = load_int64(objects + 8 * k), _read(expected + 8 * _WORDS * k)
-        if not is_array(array, kind, x.dtype, x.ndim, x.dims):
-            return 0
-        data = load_int64(array + FIELD)
-        if x.nbytes and _overlaps(intervals, lent, data, data + x.nbytes):
-            return 0
-        if x.copy:
-            copy(x.copy, data, x.nbytes)
-            numbers = carray(int64_at(x.copy), (x.nbytes // 8 if x.bounded else 0,))
-            for i in range(len(numbers)):
-                if numbers[i] < x.low or numbers[i] > x.high:
-                    return 0
-    return 1
+    return int(taken(objects, expected, count, kind, intervals, lent))

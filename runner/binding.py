@@ -18,14 +18,16 @@ import numpy as np
 from onnx_inplace.compiler import errors
 from onnx_inplace.compiler.contract import Access
 from onnx_inplace.numba_kernels.memory import address
-from onnx_inplace.runner import execute, inputs, intake, journal, storage
+from onnx_inplace.runner import execute, inputs, intake, journal, storage, whole_run
 from onnx_inplace.runner.checks import Check
 from onnx_inplace.runner.frames import Frame
-from onnx_inplace.runner.outputs import Outputs, Result
+from onnx_inplace.runner.outputs import Outputs
 from onnx_inplace.runner.page import Use
 from onnx_inplace.runner.page_port import PagedPort
 from onnx_inplace.runner.pages import PagedCache
+from onnx_inplace.runner.results import Results
 from onnx_inplace.runner.storage import Array, Interval
+from onnx_inplace.runner.whole_run import Progress, WholeRun
 
 if TYPE_CHECKING:
     from onnx_inplace.runner.session import Session
@@ -43,8 +45,6 @@ class Binding:
 
     Attributes:
         arrays: what was lent, by name of the mutable input: arrays and paged caches.
-        generation: number of runs that may have changed the arrays. What was read at one generation
-            is old at the next.
     """
 
     def __init__(self, session: Session, lent: Mapping[str, object]):
@@ -63,10 +63,8 @@ class Binding:
             port.unify(self.arrays[port.name].shape, self._dims)
         for name, array in arrays.items():
             storage.check_layout(name, array)
-        self.generation = 0
-        self._session = session
+        self._session, self._progress = session, Progress()
         self._running, self._begun = threading.Lock(), 0
-        self._failed: tuple[BaseException, tuple[journal.Written, ...]] | None = None
         self._execution = session.open(self.arrays)
         self._prepared: dict[tuple[tuple[int, ...], ...], tuple[Check, ...]] = {}
         # Of the last run: most runs have the shapes of the one before.
@@ -76,8 +74,8 @@ class Binding:
         self._repeats = False
         self._remaining: tuple[Check, ...] = ()  # checks that it does not make
         self._frame: execute.Run
-        self._settled: list[Any] = []
-        self._made: tuple[tuple[int, Result, bool], ...] = ()
+        self._results: Results
+        self._whole: WholeRun | None = None  # a run like the last one, in one call
         # Who gives back is known before anything is taken: an interrupt may come between any two
         # calls.
         self._lease, self._closed = storage.leases.number(), False
@@ -107,6 +105,14 @@ class Binding:
         """Whether the arrays have been given back."""
         return self._closed
 
+    @property
+    def generation(self) -> int:
+        """Number of runs that may have changed the arrays.
+
+        What was read at one generation is old at the next.
+        """
+        return self._progress.generation
+
     def close(self) -> None:
         """Give the arrays back. May be called twice.
 
@@ -127,12 +133,12 @@ class Binding:
         """
         self._execution.observe(observe)
         assert self._shapes is not None, "nothing has run yet"
-        self._frame = self._execution.run(self._shapes)
+        self._frame, self._whole = self._execution.run(self._shapes), None
         return self._frame.frame
 
     def reset(self) -> None:
         """Accept the arrays as they are after a run that failed half-way."""
-        self._failed = None
+        self._progress.failed = None
 
     def run(self, /, **values: object) -> Outputs:
         """Execute the model once, in place.
@@ -161,14 +167,19 @@ class Binding:
             with self._running:
                 if self._begun == begun:  # no other thread was faster
                     self._begun += 1
+                    whole, progress = self._whole, self._progress
+                    if whole is not None and progress.failed is None and not self._closed:
+                        outputs = whole(progress, values)
+                        if outputs is not None:
+                            return outputs
                     return self._run(values)
         raise errors.BindingInUse("the binding is running: a run can be started after that.")
 
     def _run(self, values: dict[str, object]) -> Outputs:
         if self._closed:
             raise errors.BindingError("the binding is closed: its arrays have been given back.")
-        if self._failed is not None:
-            error, written = self._failed
+        if self._progress.failed is not None:
+            error, written = self._progress.failed
             raise _dirty(error, written) from error
         session, checks = self._session, self._remaining
         if len(values) != len(session.feeds) or not session.feed_names.issuperset(values):
@@ -198,18 +209,20 @@ class Binding:
                     cache.end(use)
         else:
             self._execute(run, slots, checks)
-        return self._results(slots, given)
+        if run.layer is not None:
+            self._prepare_whole(run)
+        return self._results.collect(slots, given)
 
     def _execute(self, run: execute.Run, slots: Slots, checks: Iterable[Check]) -> None:
         for check in checks:
             check(slots)
-        self.generation += 1
+        self._progress.generation += 1
         try:
             run(slots)
         except BaseException as error:
             written = journal.read(slots)
             if written:
-                self._failed = error, written
+                self._progress.failed = error, written
             raise
 
     def _claim(self, given: list[Any], claims: list[tuple[PagedCache, Use]]) -> None:
@@ -281,9 +294,9 @@ class Binding:
                 self._prepared.clear()
             self._prepared[shapes] = checks
         run = self._execution.run(shapes)
-        self._settle(run.frame)
+        self._results = Results(self._session, self.arrays, run.frame)
         self._checks, self._frame, self._shapes = checks, run, shapes
-        self._intake, self._repeats = None, False
+        self._intake, self._repeats, self._whole = None, False, None
 
     def _expect(self, given: list[Any]) -> None:
         """Inputs of these shapes may come again."""
@@ -292,69 +305,12 @@ class Binding:
             self._remaining = tuple(c for c in self._checks if c not in found.judges)
         self._intake, self._repeats = found, True
 
-    def _settle(self, frame: Frame) -> None:
-        """Results that are the same object in all runs of a frame, and what to do for the others.
-
-        A decoder returns two caches for each layer: what a frame has put into its place once, and
-        no step writes, is not looked at in every run.
-        """
-        results, arrays, own = self._session.results, self.arrays, frame.own
-        self._settled = [None] * len(results)
-        made = []
-        for index, result in enumerate(results):
-            _, slot, root = result
-            if root is not None and frame.template[slot] is arrays[root]:
-                self._settled[index] = arrays[root]
-            else:
-                once = [s for _, s, r in results if r is None].count(slot) == 1
-                made.append((index, result, slot in own and once))
-        self._made = tuple(made)
-
-    def _results(self, slots: Slots, given: list[Array]) -> Outputs:
-        results, arrays = self._settled.copy(), self.arrays
-        seen: list[Array] = []
-        for index, (name, slot, root), own in self._made:
-            value = slots[slot]
-            if root is not None:
-                mine = value is arrays[root]
-                results[index] = value if mine else self._storage_of(name, root, value)
-            elif own or not isinstance(value, np.ndarray):
-                results[index] = value  # made in this run; what is no array is a sequence
-            else:
-                shared = any(value is other for other in seen)
-                if shared or self._belongs_to_others(value, given):
-                    value = value.copy()
-                seen.append(value)
-                results[index] = value
-        return self._session.outputs_type(results)
-
-    def _storage_of(self, name: str, root: str, value: Any) -> Any:
-        """The caller's storage, after comparing where the run left the value."""
-        array = self.arrays[root]
-        if value is array:
-            return array
-        if isinstance(array, PagedCache):
-            raise errors.AliasViolation(f"output `{name}` is not its root `{root}`.", name)
-        expected, actual = address(array), address(value)
-        if actual != expected or value.nbytes != array.nbytes:
-            raise errors.AliasViolation(
-                f"output `{name}` is at {actual:#x}, its root `{root}` at {expected:#x}.",
-                name,
-                expected,
-                actual,
-            )
-        return array
-
-    def _belongs_to_others(self, value: Array, given: list[Any]) -> bool:
-        """Whether an output that is no alias shares memory with an input, a constant or a lease."""
-        given = [other for other in given if isinstance(other, np.ndarray)]
-        if any(value is other for other in given):
-            return True
-        mine: Interval = storage.interval(value)
-        if storage.leases.holder(mine) is not None or self._session.keeps(mine):
-            return True
-        arrays = (other for other in given if isinstance(other, np.ndarray))  # no paged caches
-        return any(mine.overlaps(storage.interval(other)) for other in arrays)
+    def _prepare_whole(self, run: execute.Run) -> None:
+        """Runs like this one may be one call from now on."""
+        layer, whole = run.layer, self._whole
+        if whole is None or layer is None or not whole.serves(layer):
+            remaining = self._remaining
+            self._whole = whole_run.find(run, self._intake, remaining, self._results)
 
 
 def _dirty(error: BaseException, written: tuple[journal.Written, ...]) -> errors.DirtyState:

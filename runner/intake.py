@@ -35,34 +35,39 @@ class Intake:
 
     Attributes:
         judges: checks that need not be made of inputs which were taken here.
+        copies: of each input what it is copied into; None: it is not copied. A run overwrites them.
+        expected: what inputs have to be, address of ``intake.table``.
     """
 
     def __init__(self, pick: Callable[..., tuple[Any, ...]], rows: Sequence[_Row]):
         self._pick, self._count = pick, len(rows)
         self._rows = rows  # keeps what the table has addresses of
         self._table = intake.table([row.expected for row in rows])
-        self._table_at = address(self._table)
-        self._copies = [(k, row.copy) for k, row in enumerate(rows) if row.copy is not None]
+        self.expected = address(self._table)
+        self.copies = [row.copy for row in rows]
         self._take = intake.take.ready()
         self.judges = frozenset(row.check for row in rows if row.check is not None)
 
-    def __call__(self, values: Mapping[str, object]) -> list[Any] | None:
-        """The inputs in order, integers copied; None: they look otherwise. All are given.
-
-        Copies are overwritten by the next call.
-        """
-        lent = storage.leases.bounds
-        if lent is None:
+    def pick(self, values: Mapping[str, object]) -> tuple[Any, ...] | None:
+        """The inputs in order, as they are; None: other names are given."""
+        if len(values) != self._count:
             return None
-        found = self._pick(values)
+        try:
+            return self._pick(values)
+        except KeyError:
+            return None
+
+    def __call__(self, values: Mapping[str, object]) -> list[Any] | None:
+        """The inputs in order, integers copied; None: they look otherwise."""
+        lent, found = storage.leases.bounds, self.pick(values)
+        if lent is None or found is None:
+            return None
         at = id(found) + objects.ITEMS
         bounds = id(lent) + FIELD
-        if not self._take(at, self._table_at, self._count, objects.ARRAY, bounds, lent.shape[1]):
+        if not self._take(at, self.expected, self._count, objects.ARRAY, bounds, lent.shape[1]):
             return None
-        given = list(found)
-        for k, copy in self._copies:
-            given[k] = copy
-        return given
+        copies = zip(found, self.copies, strict=True)
+        return [array if copy is None else copy for array, copy in copies]
 
 
 class _Row:

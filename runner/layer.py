@@ -99,6 +99,9 @@ class Prepared(abc.ABC):
     def note(self, slots: Slots, done: int) -> None:
         """Note in the journal what updates have written; ``done`` is what the call has said."""
 
+    def count(self, done: int) -> None:  # noqa: B027
+        """Count numbers that were clipped, where there are any; ``done`` likewise."""
+
 
 def expect(
     slots: Slots, places: Sequence[int | None], storage: Mapping[int, Array]

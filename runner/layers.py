@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from onnx_inplace.compiler import steps
+from onnx_inplace.numba_kernels import whole_run
 from onnx_inplace.numba_kernels.append_attend import DONE, REFUSED, WRITTEN
 from onnx_inplace.numba_kernels.memory import FIELD
 from onnx_inplace.runner import layers_dense, layers_grouped, layers_paged, workspace
@@ -30,6 +31,9 @@ def ready(block: steps.Block) -> None:
         layer = _find(block.steps, index)
         if layer is not None:
             layer.ready()
+            if len(layer.steps) == len(block.steps):
+                layer.called()
+                whole_run.run.ready()
         match step:
             case steps.Branch():
                 ready(step.then)
@@ -77,6 +81,7 @@ class LayerAction:
 
     Attributes:
         prepared: the compiled call, once values have come a second time.
+        output: slot of what attention gives.
         written: slots of storage, see ``layer.Layer``.
     """
 
@@ -88,7 +93,7 @@ class LayerAction:
         output = attention.outputs[0]
         assert output is not None
         self._layer, self._singles, self._roots, self._settings = layer, singles, roots, settings
-        self._run, self._output = layer.ready(), output
+        self._run, self.output = layer.ready(), output
         self._fresh, self._runs = not reusable(attention, output), 0
         self.prepared: Prepared | None = None
         self.written = layer.written
@@ -104,7 +109,7 @@ class LayerAction:
             self._one_by_one(slots)
             return
         if self._fresh:
-            slots[self._output] = np.empty(call.shape, call.dtype)
+            slots[self.output] = np.empty(call.shape, call.dtype)
         space, helpers = workspace.of_thread(call.space), call.helpers
         try:
             team = 0 if helpers is None else helpers.begin()
@@ -127,6 +132,13 @@ class LayerAction:
             slots[new] = slots[old]
         if done & WRITTEN:
             self._singles[-1](slots)
+
+    @property
+    def finishes(self) -> bool:
+        """Whether the compiled call makes an array of its own for the output, and all of it."""
+        call = self.prepared
+        alone = self._settings.threads == 1
+        return self._fresh and call is not None and (alone or call.helpers is not None)
 
     @property
     def called(self) -> int:

@@ -145,5 +145,10 @@ class _Prepared(layer.Prepared):
 
     def note(self, slots: Slots, done: int) -> None:
         """Pages are anywhere; clipped numbers are counted."""
-        self.storage.store.clipped += done // CLIPPED
+        self.count(done)
         slots[journal.JOURNAL].append(self.entry)
+
+    def count(self, done: int) -> None:
+        """Clipped numbers are counted."""
+        if done >= CLIPPED:
+            self.storage.store.clipped += done // CLIPPED

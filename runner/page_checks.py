@@ -7,6 +7,7 @@ page that will be made is taken, so that the run does not fail for want of it ha
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -57,6 +58,31 @@ class Growing(NamedTuple):
     judge: Callable[[Slots, Sequence[PageStore]], bool]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Grown:
+    """The check of runs in which one sequence grows: nothing that they do to pages is late.
+
+    They write all of these caches, so that no other run uses one of them.
+
+    Attributes:
+        grows: what such runs do.
+        slots: of the caches.
+        entries: the same, one by one.
+    """
+
+    grows: Growing
+    slots: Sequence[int]
+    entries: Entries
+
+    def __call__(self, slots: Slots) -> None:
+        """Refuse what cannot happen, see ``play``."""
+        stores = [slots[slot].store for slot in self.slots]
+        if not self.grows.judge(slots, stores):
+            play(self.entries(slots), dict(zip(self.grows.roots, stores, strict=True)))
+        for store in stores:
+            store.judged = True
+
+
 _NONE = np.zeros(1, np.int64)
 _LOG = 1024  # numbers; a longer log is made again
 
@@ -82,7 +108,7 @@ class Checker:
         entries = self._listed(dims) if trace is None else self._traced(trace, dims)
         grows = self._growing(dims) if trace is None else None
         if grows is not None:
-            return (self._grown(grows, entries),)
+            return (Grown(grows, [self._slot_of[root] for root in grows.roots], entries),)
         slot_of = {a.root: self._slot_of[a.root] for a in self._checks.accesses}
         # A list is read off the very values that the steps will use.
         late = {a.root for a in self._checks.accesses if a.late is not None or trace is not None}
@@ -96,22 +122,6 @@ class Checker:
                 cache.store.judged = cache.is_written and root not in late
 
         return (check,)
-
-    def _grown(self, grows: Growing, entries: Entries) -> Check:
-        """The check of runs in which one sequence grows: nothing that they do to pages is late.
-
-        They write all of these caches, so that no other run uses one of them.
-        """
-        judge, where = grows.judge, [self._slot_of[root] for root in grows.roots]
-
-        def check(slots: Slots) -> None:
-            stores = [slots[slot].store for slot in where]
-            if not judge(slots, stores):
-                play(entries(slots), dict(zip(grows.roots, stores, strict=True)))
-            for store in stores:
-                store.judged = True
-
-        return check
 
     def _listed(self, dims: Mapping[str, int]) -> Entries:
         """Entries that are read off inputs."""

@@ -370,6 +370,11 @@ class PageOwner:
         """A run has ended; nothing happens if it has not begun."""
         self._runs.end(use)
 
+    def claim(self, name: str) -> Array:
+        """``whole_run.Claim``, for compiled runs that write it as ``name``."""
+        self._runs.compiled = name
+        return self._runs.claim
+
 
 def _refuse_budget(budget: int | None) -> None:
     if budget is not None and budget < 0:

@@ -16,8 +16,9 @@ import contextlib
 import ctypes
 import math
 import mmap
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -110,8 +111,9 @@ class _Piece:
         place = self._slab.address(self.number), False
         return {"version": 3, "typestr": "|u1", "shape": (self.size,), "data": place}
 
-    def __del__(self) -> None:
-        self._owner.give(self._stride, self._slab, self.number)
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():  # else the functions that it takes may be gone, and the memory soon is
+            self._owner.give(self._stride, self._slab, self.number)
 
 
 class Slabs:

@@ -1,11 +1,15 @@
 """Runs of a model without the checks before them: what its steps themselves do and say."""
 
 import dataclasses
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pytest
 
 from onnx_inplace import Session, errors
+from onnx_inplace.numba_kernels import whole_run
+from onnx_inplace.numba_kernels.append_attend import REFUSED
 from onnx_inplace.runner import journal
 
 
@@ -44,15 +48,26 @@ class Driven:
         self._binding.close()
 
 
-def recording(real: Any, found: list[int]) -> Any:
-    """Like a kernel that is compiled on demand; what it returns is kept as well."""
+def recording(real: Any, found: list[int], without: int | None = None) -> Any:
+    """Like a kernel that is compiled on demand; what it returns is kept, but for one answer."""
 
     class Recording:
         def ready(self) -> Any:
             def call(*arguments: int) -> int:
-                found.append(real.ready()(*arguments))
-                return found[-1]
+                answer: int = real.ready()(*arguments)
+                if answer != without:
+                    found.append(answer)
+                return answer
 
             return call
 
     return Recording()
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, calls: ModuleType) -> list[int]:
+    """What the compiled call of a kind of layers says from now on, alone or in a whole run."""
+    found: list[int] = []
+    monkeypatch.setattr(calls, "append_and_attend", recording(calls.append_and_attend, found))
+    # what is refused there is asked for once more, by itself
+    monkeypatch.setattr(whole_run, "run", recording(whole_run.run, found, REFUSED))
+    return found

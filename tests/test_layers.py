@@ -88,10 +88,7 @@ def feeds_of(
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What the compiled call said, each time."""
-    found: list[int] = []
-    kernel = driven.recording(append_attend.append_and_attend, found)
-    monkeypatch.setattr(append_attend, "append_and_attend", kernel)
-    return found
+    return driven.answers(monkeypatch, append_attend)
 
 
 # -- what it computes

@@ -157,10 +157,7 @@ def expected(
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What the compiled call said, each time."""
-    found: list[int] = []
-    kernel = driven.recording(rows_append_attend.append_and_attend, found)
-    monkeypatch.setattr(rows_append_attend, "append_and_attend", kernel)
-    return found
+    return driven.answers(monkeypatch, rows_append_attend)
 
 
 # -- what it computes

@@ -106,10 +106,7 @@ def expected(cache: PagedCache, feeds: dict[str, np.ndarray], left: int = -1) ->
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What the compiled call said, each time."""
-    found: list[int] = []
-    kernel = driven.recording(pages_append_attend.append_and_attend, found)
-    monkeypatch.setattr(pages_append_attend, "append_and_attend", kernel)
-    return found
+    return driven.answers(monkeypatch, pages_append_attend)
 
 
 SESSIONS: dict[str, Session] = {}
