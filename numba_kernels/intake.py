@@ -34,6 +34,28 @@ def table(rows: Sequence[Expected]) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.array(rows, np.int64).reshape(-1, _WORDS)
 
 
+def lent(
+    starts: Sequence[int], stops: Sequence[int], views: Sequence[int]
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """``lent`` of :data:`take`.
+
+    Args:
+        starts: of intervals of memory that are disjoint, ascending.
+        stops: of the same.
+        views: addresses of int64, each how many pieces of memory are lent beside these intervals.
+    """
+    return np.array([len(starts), len(views), *starts, *stops, *views], np.int64)
+
+
+@njit
+def _seen(lent):
+    """Whether memory is lent beside the intervals."""
+    count, views, total = load_int64(lent), load_int64(lent + 8), 0
+    for k in range(views):
+        total += load_int64(load_int64(lent + 8 * (2 + 2 * count + k)))
+    return total != 0
+
+
 @njit
 def _overlaps(intervals, count, start, stop):
     """Whether bytes ``start .. stop`` meet one of ``count`` disjoint intervals, sorted."""
@@ -55,15 +77,17 @@ def _read(at):
 
 # With the GIL: nobody changes or frees an array meanwhile.
 @njit
-def taken(objects, expected, count, kind, intervals, lent):
+def taken(objects, expected, count, kind, lent):
     """See :func:`take`."""
-    intervals = load_int64(intervals)
+    lent = load_int64(lent)
+    if _seen(lent):
+        return False
     for k in range(count):
         array, x = load_int64(objects + 8 * k), _read(expected + 8 * _WORDS * k)
         if not is_array(array, kind, x.dtype, x.ndim, x.dims):
             return False
         data = load_int64(array + FIELD)
-        if x.nbytes and _overlaps(intervals, lent, data, data + x.nbytes):
+        if x.nbytes and _overlaps(lent + 16, load_int64(lent), data, data + x.nbytes):
             return False
         if x.copy:
             copy(x.copy, data, x.nbytes)
@@ -74,8 +98,8 @@ def taken(objects, expected, count, kind, intervals, lent):
     return True
 
 
-@on_demand("int64(int64,int64,int64,int64,int64,int64)", nogil=False)
-def take(objects, expected, count, kind, intervals, lent):
+@on_demand("int64(int64,int64,int64,int64,int64)", nogil=False)
+def take(objects, expected, count, kind, lent):
     """Whether ``count`` objects are arrays as expected, apart from memory that is lent.
 
     Elements that are wanted are copied on the way, and compared with their bounds as they were
@@ -85,10 +109,9 @@ def take(objects, expected, count, kind, intervals, lent):
         objects:   (count) int64, addresses of objects
         expected:  (count, words), see :func:`table`
         kind:      address of the type ``numpy.ndarray``
-        intervals: ``id(...) + FIELD`` of an array (2, lent) int64: begins and ends of memory that
-                   is lent, disjoint and ascending
+        lent:      ``id(...) + FIELD`` of an array, see :func:`lent`
 
     Returns:
         1 or 0.
     """
-    return int(taken(objects, expected, count, kind, intervals, lent))
+    return int(taken(objects, expected, count, kind, lent))

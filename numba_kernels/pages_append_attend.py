@@ -27,6 +27,8 @@ from onnx_inplace.numba_kernels.objects import (
     take_back,
 )
 from onnx_inplace.numba_kernels.pages import call_writer
+from onnx_inplace.numba_kernels.pages_layout import Formats
+from onnx_inplace.numba_kernels.pages_table import Table
 from onnx_inplace.numba_kernels.sharing import Sharing, attend, sharing_of, splits_at
 
 IDS, VALUES, POSITIONS, QUERY, OUTPUT, LENGTHS = range(6)
@@ -36,8 +38,18 @@ CLIPPED = 4
 _FEW = 64  # pages that one call writes: more would be compared with each other for too long
 
 
-class Where(NamedTuple):
-    """Where the pages of a cache are, int64: see ``pages.write_tokens``."""
+class Cache(NamedTuple):
+    """What says where the pages of a cache are, int64."""
+
+    place: int  # of the cache, in the list
+    object: int  # its ``id``
+    table: int  # address of ``pages_table.Table``
+    formats: int  # address of ``pages_layout.Formats``
+    key: int  # that they have to have
+
+
+class _Where(NamedTuple):
+    """Where pages are, int64: see ``pages.write_tokens``."""
 
     addresses: int
     formats: int
@@ -63,23 +75,30 @@ class Layer(NamedTuple):
     kernels: int  # see ``pages_attention.Tables``
 
 
-_WHERE = _ARRAYS * EXPECTED
-_LAYER = _WHERE + len(Where._fields)
+_CACHE = _ARRAYS * EXPECTED
+_LAYER = _CACHE + len(Cache._fields)
 _SHARING = _LAYER + len(Layer._fields)
 
 
 def table(
-    arrays: Sequence[Expected], where: Where, layer: Layer, sharing: Sharing
+    arrays: Sequence[Expected], cache: Cache, layer: Layer, sharing: Sharing
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
     """``table`` of :data:`append_and_attend`: six arrays."""
-    rows: list[tuple[int, ...]] = [*arrays, where, layer, sharing]
+    rows: list[tuple[int, ...]] = [*arrays, cache, layer, sharing]
     return np.array([number for row in rows for number in row], np.int64)
 
 
 @njit
-def _where(at):
-    n = carray(int64_at(at), (6,))
-    return Where(n[0], n[1], n[2], n[3], n[4], n[5])
+def _cache(at):
+    n = carray(int64_at(at), (5,))
+    return Cache(n[0], n[1], n[2], n[3], n[4])
+
+
+@njit
+def _where(cache):
+    n = carray(int64_at(cache.table), (Table.ROWS + 1,))
+    descriptions = load_int64(cache.formats + 8 * Formats.DESCRIPTIONS)
+    return _Where(n[0], n[1], n[2], n[3], n[4], descriptions)
 
 
 @njit
@@ -163,9 +182,14 @@ def _longest(x, at, ids, positions, lengths):
 @njit
 def _call(slots, table, space, team):
     items, x = load_int64(slots + LIST), _layer(table + 8 * _LAYER)
-    at, space = _where(table + 8 * _WHERE), load_int64(space)
+    cache, space = _cache(table + 8 * _CACHE), load_int64(space)
+    if load_int64(items + 8 * cache.place) != cache.object:
+        return REFUSED
+    if load_int64(cache.formats + 8 * Formats.KEY) != cache.key:
+        return REFUSED
     if not as_expected(items, table, _ARRAYS, x.kind):
         return REFUSED
+    at = _where(cache)
     ids, positions = data_of(items, table, IDS), data_of(items, table, POSITIONS)
     lengths = data_of(items, table, LENGTHS)
     if not _written(x, at, ids, positions):
@@ -202,7 +226,7 @@ def append_and_attend(slots, table, space, team):
         team: address of a ``sharing.Team``; 0: attention over long sequences is left to the caller.
 
     Danger: places are in the list, Values and PagesLayout belong to the shapes that are expected,
-        and ``Where`` to tables that nobody changes meanwhile.
+        and nobody changes the cache meanwhile.
 
     Returns:
         ``REFUSED``, ``WRITTEN`` or ``DONE``; and ``CLIPPED`` times the numbers that were clipped.

@@ -20,6 +20,7 @@ is (2**bits - 1) / 2 with midpoints, 2**(bits - 1) without.
 
 from __future__ import annotations
 
+import enum
 from typing import NamedTuple
 
 from numba import carray, njit
@@ -69,6 +70,18 @@ class Page(NamedTuple):
 HEADER, HALF = len(Page._fields), len(Half._fields)
 
 WORDS = HEADER + 2 * HALF
+
+
+class Formats(enum.IntEnum):
+    """What pages may be stored as, in int64: descriptions come and go, these words stay."""
+
+    KEY = 0
+    """The same number for the same formats in the same order."""
+    DESCRIPTIONS = 1
+    """Address of (formats, WORDS) int64."""
+    END = 2
+
+
 """int64 of a description: a Page, the Half of K, the Half of V."""
 
 

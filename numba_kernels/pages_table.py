@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import enum
+
 from numba import carray
 
 from onnx_inplace.numba_kernels.floats import int32_at, int64_at
-from onnx_inplace.numba_kernels.memory import on_demand
+from onnx_inplace.numba_kernels.memory import load_int64, on_demand
+
+
+class Table(enum.IntEnum):
+    """Where the descriptors of pages are, in int64: arrays come and go, these words stay."""
+
+    ADDRESSES = 0
+    """Address of (rows) int64: the first byte of each page; 0: there is none."""
+    FORMATS = 1
+    """Address of (rows) int32."""
+    FILLS = 2
+    """Address of (rows) int32 [tokens]."""
+    OWNERS = 3
+    """Address of (rows) int32."""
+    ROWS = 4
+    """Of these four arrays."""
+    VIEWS = 5
+    """How many pages somebody may have an array of."""
+    END = 6
 
 
 @on_demand("int64(" + ",".join(["int64"] * 10) + ")")
@@ -49,8 +69,7 @@ def find_unready(tables, count, ids, blocks, page_size, low, start, end):
     different ones, and have one owner.
 
     Shapes:
-        tables: (count, 4) int64: addresses of ``address`` (int64), ``fill`` and ``owners`` (int32)
-                of a table whose rows are page ids, and the number of its rows
+        tables: (count) int64: addresses of ``Table``, of tables whose rows are page ids
         ids:    (blocks) int64, any numbers; 0 <= low <= start < end <= blocks * page_size
     """
     pages = carray(int64_at(ids), (blocks,))
@@ -60,10 +79,11 @@ def find_unready(tables, count, ids, blocks, page_size, low, start, end):
             if pages[block] == pages[other]:
                 return 0
     for k in range(count):
-        table = carray(int64_at(tables + 32 * k), (4,))
-        rows = table[3]
-        address = carray(int64_at(table[0]), (rows,))
-        fill, owners = carray(int32_at(table[1]), (rows,)), carray(int32_at(table[2]), (rows,))
+        table = carray(int64_at(load_int64(tables + 8 * k)), (Table.END,))
+        rows = table[Table.ROWS]
+        address = carray(int64_at(table[Table.ADDRESSES]), (rows,))
+        fill = carray(int32_at(table[Table.FILLS]), (rows,))
+        owners = carray(int32_at(table[Table.OWNERS]), (rows,))
         for block in range(low // page_size, last + 1):
             page = pages[block]
             if page < 0 or page >= rows or address[page] == 0:

@@ -49,15 +49,14 @@ class Claim(enum.IntEnum):
 
 # With the GIL, but for what the layer does without it: nobody changes an array that is judged, or
 # claims pages between the look and the claim.
-@on_demand("int64(" + ",".join(["int64"] * 7) + ")", nogil=False)
-def run(objects, output, intervals, lent, words, space, team):
+@on_demand("int64(" + ",".join(["int64"] * 6) + ")", nogil=False)
+def run(objects, output, lent, words, space, team):
     """Take inputs as ``intake.take`` does, claim pages, and make the call of a layer.
 
     Args:
         objects: address of the addresses of the inputs.
         output: ``id`` of the array that gets the output.
-        intervals: as of ``intake.take``.
-        lent: likewise.
+        lent: as of ``intake.take``.
         words: address of ``Words``.
         space: as of ``append_attend.append_and_attend``.
         team: likewise.
@@ -67,7 +66,7 @@ def run(objects, output, intervals, lent, words, space, team):
     """
     count = load_int64(words + 8 * Words.COUNT)
     expected, kind = load_int64(words + 8 * Words.EXPECTED), load_int64(words + 8 * Words.KIND)
-    if not taken(objects, expected, count, kind, intervals, lent):
+    if not taken(objects, expected, count, kind, lent):
         return REFUSED
     slots, places = load_int64(words + 8 * Words.SLOTS), load_int64(words + 8 * Words.PLACES)
     for k in range(count):

@@ -59,12 +59,11 @@ class Intake:
 
     def __call__(self, values: Mapping[str, object]) -> list[Any] | None:
         """The inputs in order, integers copied; None: they look otherwise."""
-        lent, found = storage.leases.bounds, self.pick(values)
-        if lent is None or found is None:
+        lent, found = storage.leases.all, self.pick(values)
+        if found is None:
             return None
-        at = id(found) + objects.ITEMS
-        bounds = id(lent) + FIELD
-        if not self._take(at, self.expected, self._count, objects.ARRAY, bounds, lent.shape[1]):
+        at, lent_at = id(found) + objects.ITEMS, id(lent.words) + FIELD
+        if not self._take(at, self.expected, self._count, objects.ARRAY, lent_at):
             return None
         copies = zip(found, self.copies, strict=True)
         return [array if copy is None else copy for array, copy in copies]

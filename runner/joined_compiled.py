@@ -69,9 +69,10 @@ class Compiled:
         """Whether it is for these places, and for what the action has prepared by now."""
         return self._action.prepared is self._prepared and self.places == tuple(places)
 
-    def fits(self, slots: Slots) -> bool:
-        """Whether a run can do with it."""
-        return self._action.prepared is self._prepared and self._prepared.fits(slots)
+    @property
+    def current(self) -> bool:
+        """Whether it makes the call that its action has prepared."""
+        return self._action.prepared is self._prepared
 
     def note(self, slots: Slots, result: int) -> None:
         """Note what has been written; ``result`` is what the call has said."""

@@ -112,7 +112,7 @@ class Run:
         self._space = workspace.of_thread(self._most)
         self._space_at[0] = address(self._space)
         words[called.Run.LAYERS :] = [
-            c.at if c is not None and c.fits(slots) else 0 for c in self._compiled
+            c.at if c is not None and c.current else 0 for c in self._compiled
         ]
 
     def _note(self, slots: Slots, end: int, least: int = WRITTEN) -> None:

@@ -91,9 +91,10 @@ class Prepared(abc.ABC):
     helpers: Helpers | None
     kept: tuple[object, ...]
 
-    @abc.abstractmethod
-    def fits(self, slots: Slots) -> bool:
-        """Whether it can be called, as far as the call does not find out."""
+    @property
+    def outlived(self) -> bool:
+        """Whether it will always refuse from now on: what it is for has changed."""
+        return False
 
     @abc.abstractmethod
     def note(self, slots: Slots, done: int) -> None:

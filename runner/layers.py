@@ -104,10 +104,6 @@ class LayerAction:
         if call is None:
             self._one_by_one(slots)
             return
-        if not call.fits(slots):
-            self._runs, self.prepared = _FIRST - 1, None
-            self._one_by_one(slots)
-            return
         if self._fresh:
             slots[self.output] = np.empty(call.shape, call.dtype)
         space, helpers = workspace.of_thread(call.space), call.helpers
@@ -120,6 +116,8 @@ class LayerAction:
             call.note(slots, REFUSED)
             raise
         if done == REFUSED:
+            if call.outlived:
+                self._runs, self.prepared = _FIRST - 1, None
             self._one_by_one(slots)
             return
         if helpers is not None and done & DONE:

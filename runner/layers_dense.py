@@ -121,10 +121,6 @@ class _Prepared(layer.Prepared):
     writes: tuple[tuple[steps.Kernel, int], tuple[steps.Kernel, int]]
     positions: tuple[int, int]
 
-    def fits(self, slots: Slots) -> bool:
-        """Whether it can be called: the call finds out all."""
-        return True
-
     def note(self, slots: Slots, done: int) -> None:
         """As numbers, not as the arrays: those may be buffers which the run uses again."""
         (first, length), (second, other) = self.writes

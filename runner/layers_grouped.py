@@ -113,10 +113,6 @@ class _Prepared(layer.Prepared):
 
     entry: journal.Entry
 
-    def fits(self, slots: Slots) -> bool:
-        """Whether it can be called: the call finds out all."""
-        return True
-
     def note(self, slots: Slots, done: int) -> None:
         """Tokens are anywhere."""
         slots[journal.JOURNAL].append(self.entry)

@@ -18,8 +18,8 @@ from onnx_inplace.numba_kernels.pages_append_attend import (
     POSITIONS,
     QUERY,
     VALUES,
+    Cache,
     Layer,
-    Where,
 )
 from onnx_inplace.runner import journal, layer, operators_paged_attention, operators_pages, team
 from onnx_inplace.runner.actions import Settings, Slots
@@ -93,12 +93,15 @@ class _Layer(layer.Layer):
         sizes = batch, blocks, store.page_size, tokens, reach
         writer = pages.writer.ready().address
         calls = writer, address(new), plain.kernel, plain.layout, call.page_kernels
-        table, places_of = store.table, store.table.places
-        where = Where(
-            *places_of, address(table.owners), len(table.owners), store.codec.descriptions_at
+        slot, words = (
+            update.inputs[0] or 0,
+            (address(store.table.words), address(store.codec.words)),
         )
         numbers = pages_append_attend.table(
-            expected, where, Layer(objects.ARRAY, *sizes, *calls), plain.sharing
+            expected,
+            Cache(slot, id(cache), *words, store.codec.key),
+            Layer(objects.ARRAY, *sizes, *calls),
+            plain.sharing,
         )
         return _Prepared(
             table=numbers,
@@ -107,11 +110,9 @@ class _Layer(layer.Layer):
             shape=arrays[OUTPUT].shape,
             dtype=arrays[OUTPUT].dtype,
             helpers=team.helpers(call.clock, settings.threads, arrays[LENGTHS]),
-            kept=(call, new, kept),
+            kept=(call, new, kept, store.table, store.codec),
             storage=cache,
-            slot=update.inputs[0] or 0,
             entry=(update, None, None),
-            places=places_of,
             formats=store.codec.key,
         )
 
@@ -122,26 +123,18 @@ class _Prepared(layer.Prepared):
 
     Attributes:
         storage: that the update writes.
-        slot: where it is.
         entry: of the journal.
-        places: of its page table.
         formats: key of its codec.
     """
 
     storage: PagedCache
-    slot: int
     entry: journal.Entry
-    places: tuple[int, int, int]
     formats: int
 
-    def fits(self, slots: Slots) -> bool:
-        """Whether page tables are where they were, and formats what they were."""
-        store = self.storage.store
-        return (
-            store.table.places is self.places  # a new tuple whenever the arrays are new
-            and store.codec.key == self.formats
-            and slots[self.slot] is self.storage
-        )
+    @property
+    def outlived(self) -> bool:
+        """Whether formats are others than they were."""
+        return self.storage.store.codec.key != self.formats
 
     def note(self, slots: Slots, done: int) -> None:
         """Pages are anywhere; clipped numbers are counted."""

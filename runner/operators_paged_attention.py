@@ -270,7 +270,7 @@ class Call:
         attend, layout, kernels = self._addresses
         addresses, formats, _ = store.table.places
         return (
-            attend, layout, addresses, formats, store.codec.descriptions_at, kernels,
+            attend, layout, addresses, formats, address(store.codec.descriptions), kernels,
             id(query) + FIELD, id(places) + FIELD, id(lengths) + FIELD, id(target) + FIELD,
         )  # fmt: skip
 

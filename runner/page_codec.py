@@ -30,7 +30,7 @@ class Codec:
         formats: what pages may be stored as; a page table holds indices into this.
         page_bytes: of a page, by format.
         descriptions: (formats, words) int64, what kernels are told of each format.
-        descriptions_at: their address.
+        words: ``pages_layout.Formats``, for kernels, at one place as long as the codec lives.
         space: bytes of workspace that reading and writing take.
     """
 
@@ -46,7 +46,7 @@ class Codec:
         self.page_bytes: list[int] = []
         self.descriptions = np.empty((0, pages_layout.WORDS), np.int64)
         self._index: dict[str, int] = {}
-        self._key = -1
+        self.words = np.full(pages_layout.Formats.END, -1, np.int64)
         for format in allowed:
             self._add(format)
         self._any = not self.formats
@@ -63,11 +63,11 @@ class Codec:
             raise ValueError(f"two page formats are called {format.name}")
         row = page_description.describe(format, self.dims)
         self.descriptions = np.vstack([self.descriptions, row])
-        self.descriptions_at = address(self.descriptions)
         self.formats.append(format)
         self.page_bytes.append(format.page_bytes(self.dims))
         self._index[format.name] = len(self.formats) - 1
-        self._key = _keys.setdefault((self.dims, *self.formats), len(_keys))
+        key = _keys.setdefault((self.dims, *self.formats), len(_keys))
+        self.words[:] = key, address(self.descriptions)
         return self._index[format.name]
 
     def _try(self, format: PageFormat) -> None:
@@ -87,7 +87,7 @@ class Codec:
     @property
     def key(self) -> int:
         """The same number for codecs with the same dims and the same formats in the same order."""
-        return self._key
+        return int(self.words[pages_layout.Formats.KEY])
 
     def check_values(self, name: str, values: Array) -> None:
         """Refuse values that are not tokens of these pages.
@@ -137,7 +137,7 @@ class Codec:
         """
         clipped: int = self._write(
             self._writer,
-            self.descriptions_at,
+            address(self.descriptions),
             address(layout),
             address(values),
             *table.places,
@@ -155,7 +155,7 @@ class Codec:
         return clipped
 
     def _describe(self, index: int) -> int:
-        return self.descriptions_at + index * self.descriptions.strides[0]
+        return address(self.descriptions) + index * self.descriptions.strides[0]
 
     def _workspace(self) -> int:
         """Address of memory for the kernels of this thread, aligned to a cache line."""

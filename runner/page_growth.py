@@ -71,13 +71,13 @@ def _what(access: PageAccess) -> tuple[object, ...]:
 
 
 class Growth:
-    """Judges such runs of one binding. Knows where the page tables are until they move."""
+    """Judges such runs."""
 
     def __init__(self, roots: int, tokens: int, left: int):
         """For so many caches; ``tokens`` are written, and look back at ``left`` more; -1: all."""
         self._tokens, self._left = tokens, left
         self._seen: list[object] = [None] * roots
-        self._tables = np.zeros((roots, 4), np.int64)
+        self._tables = np.zeros(roots, np.int64)
         self._tables_at = address(self._tables)
         self._find = pages_table.find_unready.ready()
 
@@ -88,12 +88,10 @@ class Growth:
             return False
         for k, store in enumerate(stores):
             table = store.table
-            if table.places is not self._seen[k]:  # a new tuple whenever the arrays are new
+            if table is not self._seen[k]:
                 if not isinstance(table.ids, DenseIds) or store.page_size != page_size:
                     return False
-                places = table.places[0], table.places[2], address(table.owners)
-                self._tables[k] = *places, len(table.address)
-                self._seen[k] = table.places
+                self._tables[k], self._seen[k] = address(table.words), table
         low = 0 if self._left < 0 else max(position - self._left, 0)
         arguments = address(ids), len(ids), page_size, low, position, end
         return bool(self._find(self._tables_at, len(stores), *arguments) < 0)

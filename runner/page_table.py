@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.numba_kernels.pages_table import Table
 from onnx_inplace.runner.storage import Array
 
 Int32s = npt.NDArray[np.int32]
@@ -160,11 +161,10 @@ class PageTable:
         owners: (rows,) int32, who counts on the page; a page with several is not written.
         size: (rows,) int64 [bytes].
         seen: (rows,) bool, whether somebody may hold a view of the bytes.
-        views: number of rows that were seen.
         blocks: by row, what keeps the bytes alive.
         nbytes: of all pages.
         version: grows whenever a page comes, goes or moves.
-        places: addresses of ``address``, ``format`` and ``fill``, for kernels.
+        words: ``pages_table.Table``, for kernels, at one place as long as the table lives.
     """
 
     def __init__(self, *, sparse_ids: bool):
@@ -177,8 +177,8 @@ class PageTable:
         self.size: Int64s = np.zeros(0, np.int64)
         self.seen: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
         self.blocks: list[Array | None] = []
-        self.nbytes = self.version = self.views = 0
-        self.places = 0, 0, 0
+        self.nbytes = self.version = 0
+        self.words: Int64s = np.zeros(Table.END, np.int64)
         self._found: tuple[tuple[int, bytes, tuple[int, ...], int], Int64s] | None = None
 
     def make_room(self, rows: int) -> None:
@@ -205,7 +205,24 @@ class PageTable:
         self.ids.make_room(rows)
         self.blocks.extend([None] * more)
         self.address, self.format, self.fill, self.owners, self.size, self.seen = grown
-        self.places = address(self.address), address(self.format), address(self.fill)
+        columns: list[Array] = [self.address, self.format, self.fill, self.owners]
+        self.words[: Table.ROWS + 1] = *map(address, columns), len(self.blocks)
+
+    @property
+    def places(self) -> tuple[int, int, int]:
+        """Addresses of ``address``, ``format`` and ``fill``."""
+        addresses, formats, fills = self.words[: Table.OWNERS].tolist()
+        return addresses, formats, fills
+
+    @property
+    def views(self) -> int:
+        """Number of rows that were seen."""
+        return int(self.words[Table.VIEWS])
+
+    @property
+    def views_at(self) -> int:
+        """Where a kernel finds that number."""
+        return address(self.words) + 8 * Table.VIEWS
 
     def rows_of(self, pages: Array, batch: int) -> Int64s:
         """The row of each page, (batch, blocks), or ``NOWHERE``; ``pages`` are as many integers.
@@ -268,21 +285,23 @@ class PageTable:
     def swap(self, other: PageTable) -> None:
         """Exchange all rows with another table."""
         mine, theirs = dict(vars(self)), dict(vars(other))
+        words = mine.pop("words"), theirs.pop("words")  # they stay, and what they say is exchanged
         vars(self).update(theirs)
         vars(other).update(mine)
+        self.words[:], other.words[:] = words[1].copy(), words[0].copy()
         self.version = other.version = max(self.version, other.version) + 1
 
     def show(self, row: int) -> None:
         """Somebody gets a view of a page."""
         if not self.seen[row]:
             self.seen[row] = True
-            self.views += 1
+            self.words[Table.VIEWS] += 1
 
     def _hide(self, row: int) -> None:
         """The row has no bytes that somebody has seen."""
         if self.seen[row]:
             self.seen[row] = False
-            self.views -= 1
+            self.words[Table.VIEWS] -= 1
 
     def reaches(self, start: int, stop: int) -> bool:
         """Whether somebody may see bytes from ``start`` to before ``stop`` as part of a page."""

@@ -30,14 +30,13 @@ def taken(
         high,
     )
     table, items = intake.table([row]), (array,)
-    intervals = np.array(lent or [], np.int64).reshape(-1, 2).T.copy()
+    intervals = intake.lent(*zip(*lent, strict=True) if lent else ([], []), [])
     answer = intake.take.ready()(
         id(items) + objects.ITEMS,
         address(table),
         1,
         id(np.ndarray),
         id(intervals) + FIELD,
-        intervals.shape[1],
     )
     assert (copy[:8] == 0xA5).all() and (copy[-8:] == 0xA5).all()  # nothing beside it
     return answer, copy[8:-8]
