@@ -237,11 +237,6 @@ class Run:
         """The layer that is all that is executed; None: there are other steps, too."""
         return self._act if isinstance(self._act, layers.LayerAction) else None
 
-    @property
-    def feeds(self) -> list[int]:
-        """Slots of ordinary inputs, in order of the graph."""
-        return [i.slot for i in self.frame.plan.inputs if not i.mutable]
-
     def slots(self) -> Slots:
         """Slots for a run: fill in the ordinary inputs, then call."""
         if self.frame.stale:

@@ -61,10 +61,11 @@ class WholeRun:
         assert call is not None
         self._action, self._call, self._type = action, call, outputs_type
         self._settled, self._index = settled, index
-        self._taking, self._template, self._feeds = taking, template, run.feeds
-        pairs = zip(run.feeds, taking.copies, strict=True)
+        feeds = [i.slot for i in run.frame.plan.inputs if not i.mutable]
+        self._taking, self._template, self._feeds = taking, template, feeds
+        pairs = zip(feeds, taking.copies, strict=True)
         copied = {slot: copy for slot, copy in pairs if copy is not None}
-        places = [-1 if slot in copied else slot for slot in run.feeds]
+        places = [-1 if slot in copied else slot for slot in feeds]
         self._places = np.array(places, np.int64)
         # Addresses of objects: of the template and of copies they stay, for they are kept here.
         self._kept = dict(enumerate(template)) | copied
