@@ -17,13 +17,14 @@ from typing import NamedTuple
 
 import memory_speed
 import onnxruntime_peer as peer
-import ours
 import record
 import timing
 from problem import Batch, random_problem
 from record import Bound, Claim, Row
 from side_by_side import GROUP_QUERY, OURS, pair, steps
 from timing import Pair
+
+from onnx_inplace.runner.threads import without_pauses
 
 SHAPES = "8x128x4", "3x64x3"
 LENGTHS = "500,1000,4000,16384", "16x1024"
@@ -128,7 +129,7 @@ def main(arguments: list[str] | None = None) -> bool:
         calls = variants(case, given.threads)
         named = {str(key): call for key, call in calls.items()}
         cool = memory_speed.cooling(len(calls), given.threads)
-        with ours.without_pauses():
+        with without_pauses():
             times = timing.layered(named, given.rounds, cool)
         timing.report_layers(str(case), times)
         for key in calls:

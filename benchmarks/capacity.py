@@ -21,6 +21,8 @@ from record import Bound, Claim, Row
 from side_by_side import ATTENTION, GROUP_QUERY, OURS, pair
 from timing import Pair
 
+from onnx_inplace.runner.threads import without_pauses
+
 MOST = 1.1  # times what the smallest capacity takes
 PEERS = "float32", "float16"
 WHOLE = "float32"  # type of the Attention that computes over all: with float16 it takes seconds
@@ -49,7 +51,7 @@ def main(arguments: list[str] | None = None) -> bool:
                 calls[ATTENTION, kind, capacity] = pair(runs)
     names = {f"{who}, {kind}, capacity {n:,}": (who, kind, n) for who, kind, n in calls}
     variants = {name: calls[key] for name, key in names.items()}
-    with ours.without_pauses():
+    with without_pauses():
         times = timing.layered(variants, given.rounds, memory_speed.cooling(len(calls), threads))
     found = {names[name]: time.later for name, time in times.items()}
     timing.report_layers(f"{problems[0]}, {threads} threads", times)

@@ -24,7 +24,8 @@ from record import Row
 from side_by_side import pair
 from timing import Pair
 
-from onnx_inplace.runner import attend, operators_paged_attention, threads
+from onnx_inplace.runner import attend, operators_paged_attention
+from onnx_inplace.runner.threads import without_pauses
 
 WORK = [1 << bits for bits in range(19, 25)]
 CACHES = "float32", "float16", "INT8"
@@ -68,7 +69,7 @@ def main(arguments: list[str] | None = None) -> bool:
     with (
         mock.patch.object(attend, "PARALLEL", 0),
         mock.patch.object(operators_paged_attention, "PARALLEL", 0),
-        mock.patch.object(threads.Policy, "parallel", lambda policy: True),
+        without_pauses(),
     ):
         for shape in given.shapes:
             for kind in given.cache:

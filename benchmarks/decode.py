@@ -28,12 +28,13 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tutorials" / "smollm2"))
 
 import competitors  # noqa: E402
-import ours  # noqa: E402
 import overhead  # noqa: E402
 import record  # noqa: E402
 from competitors import KINDS, PEERS, Competitor, Reading, label  # noqa: E402
 from config import SMOLLM2_135M  # noqa: E402
 from record import Claim, Row  # noqa: E402
+
+from onnx_inplace.runner.threads import without_pauses  # noqa: E402
 
 PROMPT = 1024  # [tokens] of the timed prefill, in pieces of 512
 REST = 0.05  # [s] before a turn: threads of the one before stop to spin
@@ -108,7 +109,7 @@ def measure(
     token: dict[tuple[str, int], float] = {}
     bandwidth: dict[int, float] = {}
     for position in given.positions:
-        with ours.without_pauses():
+        with without_pauses():
             found = decode(all_, position, given.rounds, given.tokens)
         bandwidth[position] = reading.nbytes / found.pop(reading.name) / 1e6
         token |= {(name, position): ms for name, ms in found.items()}

@@ -17,7 +17,6 @@ import step_models
 from problem import Array, Batch, error, reference
 
 from onnx_inplace import Session, formats
-from onnx_inplace.runner import threads
 
 PAGE = 128  # [tokens]
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -44,23 +43,6 @@ class Step(NamedTuple):
 def portable(wanted: bool) -> Iterator[None]:
     """Sessions that are made here take the kernels for every CPU."""
     with mock.patch.dict(os.environ, {"ONNX_INPLACE_KERNELS": "portable"} if wanted else {}):
-        yield
-
-
-@contextlib.contextmanager
-def without_pauses() -> Iterator[None]:
-    """Every call may try several threads: a loss costs its own call, not those that follow.
-
-    Elsewhere some losses leave the next 32 calls to one thread, a small part of what a decoder does
-    and all that a variant of a benchmark has.
-    """
-    decide = threads.Policy.parallel
-
-    def parallel(policy: threads.Policy) -> bool:
-        policy.pause = 0
-        return decide(policy)
-
-    with mock.patch.object(threads.Policy, "parallel", parallel):
         yield
 
 

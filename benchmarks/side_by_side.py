@@ -14,6 +14,8 @@ from problem import Batch, Problem, alone
 from record import Row
 from timing import Call, Pair, Spent
 
+from onnx_inplace.runner.threads import without_pauses
+
 READING, OURS = "reading memory", "onnx-inplace"
 GROUP_QUERY, ATTENTION, GGML = "GroupQueryAttention", "Attention", "ggml flash attention"
 MIXTURE = {"FLOAT16": 1, "INT8": 3, "INT4": 3, "FP8_E4M3": 1}
@@ -162,7 +164,7 @@ def measure(contest: Contest, rounds: int, skipped: list[str]) -> Table:
     calls |= peers(contest, skipped)
     errors = {label: made[0].error() for label, made in mine.items()}
     cool = memory_speed.cooling(len(calls), threads)
-    with ours.without_pauses():
+    with without_pauses():
         found = timing.layered({str(k): c for k, c in calls.items()}, rounds, cool)
     times = {key: found[str(key)] for key in calls}
     sizes = {label: made[0].nbytes for label, made in mine.items()}

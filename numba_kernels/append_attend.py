@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray, njit
 
+from onnx_inplace.numba_kernels import sharing
 from onnx_inplace.numba_kernels.floats import int64_at
 from onnx_inplace.numba_kernels.memory import copy, kernel, load_int64, on_demand, store_int64
 from onnx_inplace.numba_kernels.objects import (
@@ -26,8 +27,9 @@ from onnx_inplace.numba_kernels.objects import (
 )
 from onnx_inplace.numba_kernels.sharing import Sharing, attend, sharing_of, splits_at
 
-REFUSED, WRITTEN, DONE = 0, 1, 2
-"""What a call has done: nothing; keys and values are written; attention is done, too."""
+REFUSED, WRITTEN, DONE, NEWS = 0, sharing.LEFT, sharing.DONE, sharing.NEWS
+"""What a call has done: nothing; keys and values are written; attention is done, too. And there is
+news of the helpers."""
 
 CACHE, VALUES, POSITIONS = 0, 1, 2  # arrays of a write; the second write has the three that follow
 QUERY, OUTPUT, LENGTHS = 6, 7, 8  # of attention
@@ -129,7 +131,7 @@ def _call(slots, table, space, team):
     store_int64(space, 0)  # items that are done
     store_int64(space + 8, splits_at(s, lengths, x.batch, longest))
     places = x.layout, query, key, value, output, lengths, 0, 0, space
-    done = DONE if attend(s, team, x.kernel, places, longest, s.merge) else WRITTEN
+    done = attend(s, team, x.kernel, places, longest, s.merge)
     take_back(state)
     return done
 
@@ -149,7 +151,7 @@ def append_and_attend(slots, table, space, team):
         expected, and new keys and values do not overlap caches.
 
     Returns:
-        ``REFUSED``, ``WRITTEN`` or ``DONE``.
+        ``REFUSED``, ``WRITTEN`` or ``DONE``; and ``NEWS``.
     """
     return _call(slots, table, space, team)
 

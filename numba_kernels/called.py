@@ -76,7 +76,7 @@ class Layer(enum.IntEnum):
     """Where the elements of tensors have to be, inputs before outputs, without the token."""
 
 
-_STEPS = 3  # bits of the result of a compiled call; the others count what was clipped
+_STEPS = 3  # bits of the result of a compiled call; others say more, see ``append_attend.NEWS``
 SUCCEEDED, FAILED = 0x0D0E0D0E0D0E, 0x0FA10FA10FA1
 """What a function of the caller returns; one that an interrupt has ended returns anything else."""
 

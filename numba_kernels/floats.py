@@ -28,6 +28,7 @@ def _pointer(element, number):
     return pointer
 
 
+float64_at = _pointer(ir.DoubleType(), types.float64)
 float32_at = _pointer(ir.FloatType(), types.float32)
 uint32_at = _pointer(ir.IntType(32), types.uint32)
 uint16_at = _pointer(ir.IntType(16), types.uint16)

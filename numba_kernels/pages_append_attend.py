@@ -14,7 +14,7 @@ import numpy as np
 from numba import carray, njit
 
 from onnx_inplace.numba_kernels import pages_call
-from onnx_inplace.numba_kernels.append_attend import DONE, REFUSED, WRITTEN
+from onnx_inplace.numba_kernels.append_attend import REFUSED, WRITTEN
 from onnx_inplace.numba_kernels.floats import int32_at, int64_at
 from onnx_inplace.numba_kernels.memory import kernel, load_int64, on_demand
 from onnx_inplace.numba_kernels.objects import (
@@ -33,8 +33,8 @@ from onnx_inplace.numba_kernels.sharing import Sharing, attend, sharing_of, spli
 
 IDS, VALUES, POSITIONS, QUERY, OUTPUT, LENGTHS = range(6)
 _ARRAYS = 6
-CLIPPED = 4
-"""A result is what has been done, and this times the numbers that were clipped."""
+CLIPPED = 8
+"""A result is as ``append_attend`` says, and this times the numbers that were clipped."""
 _FEW = 64  # pages that one call writes: more would be compared with each other for too long
 
 
@@ -209,8 +209,7 @@ def _call(slots, table, space, team):
             at.addresses, at.formats, at.descriptions, x.kernels, ids, space, splits
         )
         places = x.layout, query, begun, 0, output, lengths, 0, 0, space
-        if attend(s, team, x.kernel, places, longest, s.merge if splits > 1 else 0):
-            done = DONE
+        done = attend(s, team, x.kernel, places, longest, s.merge if splits > 1 else 0)
     take_back(state)
     return clipped * CLIPPED + done
 
@@ -229,7 +228,8 @@ def append_and_attend(slots, table, space, team):
         and nobody changes the cache meanwhile.
 
     Returns:
-        ``REFUSED``, ``WRITTEN`` or ``DONE``; and ``CLIPPED`` times the numbers that were clipped.
+        ``REFUSED``, ``WRITTEN`` or ``DONE``; ``NEWS``; and ``CLIPPED`` times the numbers that were
+        clipped.
     """
     return _call(slots, table, space, team)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray, njit
 
-from onnx_inplace.numba_kernels.append_attend import DONE, REFUSED, WRITTEN
+from onnx_inplace.numba_kernels.append_attend import REFUSED
 from onnx_inplace.numba_kernels.floats import int32_at, int64_at
 from onnx_inplace.numba_kernels.memory import kernel, load_int64, on_demand, store_int64
 from onnx_inplace.numba_kernels.objects import (
@@ -139,7 +139,7 @@ def _call(slots, table, space, team):
     store_int64(space, 0)  # items that are done
     store_int64(space + 8, splits_at(s, lengths, x.batch, longest))
     places = x.layout, query, keys, values, output, lengths, 0, 0, space
-    done = DONE if attend(s, team, x.kernel, places, longest, s.merge) else WRITTEN
+    done = attend(s, team, x.kernel, places, longest, s.merge)
     take_back(state)
     return done
 
@@ -158,7 +158,7 @@ def append_and_attend(slots, table, space, team):
         keys and values do not overlap caches.
 
     Returns:
-        ``REFUSED``, ``WRITTEN`` or ``DONE``.
+        ``REFUSED``, ``WRITTEN`` or ``DONE``; and ``NEWS``.
     """
     return _call(slots, table, space, team)
 

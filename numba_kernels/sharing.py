@@ -13,10 +13,12 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray, njit
 
+from onnx_inplace.numba_kernels import pace
 from onnx_inplace.numba_kernels.floats import int64_at
 from onnx_inplace.numba_kernels.foreign import call_5
 from onnx_inplace.numba_kernels.invoke import call_kernel
 from onnx_inplace.numba_kernels.memory import kernel, load_int64, on_demand, store_int64
+from onnx_inplace.numba_kernels.team import Words
 
 
 class Job(enum.IntEnum):
@@ -34,20 +36,25 @@ class Team(enum.IntEnum):
     LOOP = 0
     """Address of a loop."""
     CONTEXT = 1
-    """What it takes."""
+    """What it takes; with a pace: address of our helpers, see ``team.Words``."""
     PART = 2
     """Address of :func:`part`."""
     ALONE = 3
     """[tokens] up to which the longest of the sequences is left to one thread, though split."""
-    LONGEST = 4
-    """[tokens] of the longest of the sequences of the last call, which writes it."""
-    BATCH = 5
+    PACE = 4
+    """Address of a ``pace.Pace``, which decides about longer ones; 0: the loop has them all."""
+    PRODUCTS = 5
+    """Of elements, for one key that the queries of a row see: the unit of work is one."""
+    BATCH = 6
     """Rows of a call, and what :func:`seen` takes of them, up to the next word."""
-    SEEN = 10
-    """What it says of the last call whose sequences were long."""
     JOB = 11
     """The job, see ``Job``."""
     END = JOB + Job.END
+
+
+LEFT, DONE, NEWS = 1, 2, 4
+"""What a call of :func:`attend` says: it has left all to the caller, or has done all; and there is
+news of the helpers, which Python has to look after."""
 
 
 class Sharing(NamedTuple):
@@ -162,10 +169,7 @@ def splits_at(x, lengths, count, longest):
 
 @njit
 def attend(x, team, function, places, longest, merge):
-    """Run a kernel on as many threads as suits the longest of the sequences; whether it has been.
-
-    One thread does all where the loop refuses, as it does where another caller has the helpers.
-    Kernels then do by themselves what ``merge`` is for.
+    """Run a kernel on as many threads as suits the longest of the sequences.
 
     Args:
         x: ``Sharing``.
@@ -174,19 +178,26 @@ def attend(x, team, function, places, longest, merge):
         places: its arguments up to the workspace, which says how many splits there are.
         longest: [tokens] of the sequences.
         merge: address of the kernel that joins what several threads have left; 0: there is none.
+            One thread alone does by itself what it is for.
+
+    Returns:
+        ``LEFT`` or ``DONE``; and ``NEWS``.
     """
-    if team != 0:
-        store_int64(team + 8 * Team.LONGEST, longest)
-    elif longest > x.most:
-        return False
-    if longest <= x.most:
-        call_kernel(function, (*places, 0, 1))
-        return True
-    n = carray(int64_at(team + 8 * Team.BATCH), (5,))
-    store_int64(team + 8 * Team.SEEN, _seen(places[5], n[0], n[1], n[2], n[3], n[4]))
-    if longest <= load_int64(team + 8 * Team.ALONE):
-        call_kernel(function, (*places, 0, 1))
-        return True
+    if longest > x.most:
+        if team == 0:
+            return LEFT
+        if longest > load_int64(team + 8 * Team.ALONE):
+            if load_int64(team + 8 * Team.PACE) != 0:
+                return _at_a_pace(x, team, function, places, merge)
+            _shared(x, team, function, places, merge)
+            return DONE
+    call_kernel(function, (*places, 0, 1))
+    return DONE
+
+
+@njit
+def _shared(x, team, function, places, merge):
+    """Run a kernel by a loop, or on this thread where that refuses; whether it was the loop."""
     job = team + 8 * Team.JOB
     store_int64(job, function)
     for k in range(9):
@@ -194,8 +205,33 @@ def attend(x, team, function, places, longest, merge):
     store_int64(job + 8 * Job.WORKERS, x.workers)
     context, part_ = load_int64(team + 8 * Team.CONTEXT), load_int64(team + 8 * Team.PART)
     loop = load_int64(team + 8 * Team.LOOP)
-    if call_5(loop, (context, part_, x.workers, x.workers, job)) != 0:  # nothing has been called
+    if call_5(loop, (context, part_, x.workers, x.workers, job)) != 0:  # it has called nothing
         call_kernel(function, (*places, 0, 1))
-    elif merge != 0:
+        return False
+    if merge != 0:
         call_kernel(merge, (*places, 0, x.workers))
     return True
+
+
+@njit
+def _at_a_pace(x, team, function, places, merge):
+    """Run a kernel on our helpers, or on this thread: as calls before it have taken."""
+    helpers = load_int64(team + 8 * Team.CONTEXT)
+    if load_int64(helpers + 8 * Words.HELPERS) < x.workers - 1:  # in a forked process
+        call_kernel(function, (*places, 0, 1))
+        return DONE | NEWS
+    known, clock = pace.at(load_int64(team + 8 * Team.PACE)), load_int64(helpers + 8 * Words.CLOCK)
+    several, start = pace.decide(known), pace.now(clock)
+    if several:
+        several = _shared(x, team, function, places, merge)
+    else:
+        call_kernel(function, (*places, 0, 1))
+    seconds = (pace.now(clock) - start) * 1e-9
+    n = carray(int64_at(team + 8 * Team.BATCH), (5,))
+    keys = _seen(places[5], n[0], n[1], n[2], n[3], n[4])
+    work = max(1, load_int64(team + 8 * Team.PRODUCTS) * keys)
+    if several:
+        pace.several_took(known, work, seconds)
+    else:
+        pace.one_took(known, work, seconds)
+    return DONE | NEWS if load_int64(helpers + 8 * Words.CROWDED) != 0 else DONE

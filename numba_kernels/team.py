@@ -42,6 +42,10 @@ class Words(enum.IntEnum):
     """Address of the C function that waits for a semaphore: 0, or else it was interrupted."""
     POST = 17
     """Address of the C function that posts one."""
+    CLOCK = 18
+    """Address of the C function ``clock_gettime``."""
+    HELPERS = 19
+    """How many there are."""
     OWNER = 24
     """1 while a caller has the team."""
     SEMAPHORE = 32

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from onnx_inplace.numba_kernels import called
-from onnx_inplace.numba_kernels.append_attend import DONE
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner import team
 from onnx_inplace.runner.actions import Array, Slots
@@ -77,7 +76,3 @@ class Compiled:
     def note(self, slots: Slots, result: int) -> None:
         """Note what has been written; ``result`` is what the call has said."""
         self._prepared.note(slots, result)
-
-
-CLIPPED = DONE + 1
-"""Results from here on count numbers that were clipped, whatever becomes of the run."""

@@ -13,11 +13,12 @@ from onnx_inplace.compiler.steps import ExecutionPlan
 from onnx_inplace.numba_kernels import called
 from onnx_inplace.numba_kernels.append_attend import REFUSED, WRITTEN
 from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.numba_kernels.pages_append_attend import CLIPPED
 from onnx_inplace.runner import team, workspace
 from onnx_inplace.runner.actions import Slots
 from onnx_inplace.runner.border import Border
 from onnx_inplace.runner.joined_call import INT64, Prepared, Tensors
-from onnx_inplace.runner.joined_compiled import CLIPPED, Compiled
+from onnx_inplace.runner.joined_compiled import Compiled
 from onnx_inplace.runner.native import operators
 
 _NONE = np.empty(0, np.uint8)
@@ -90,7 +91,7 @@ class Run:
             runs[self._key] = self
             with self._threads:
                 run()
-            self._note(slots, len(self._calls), CLIPPED)
+            self._note(slots, len(self._calls), CLIPPED)  # whatever else is of no use any more
         except BaseException as error:
             self._note(slots, len(self._calls))
             if not isinstance(error, RuntimeError):

@@ -15,7 +15,7 @@ import numpy as np
 
 from onnx_inplace.compiler import steps
 from onnx_inplace.numba_kernels import whole_run
-from onnx_inplace.numba_kernels.append_attend import DONE, REFUSED, WRITTEN
+from onnx_inplace.numba_kernels.append_attend import NEWS, REFUSED, WRITTEN
 from onnx_inplace.numba_kernels.memory import FIELD
 from onnx_inplace.runner import layers_dense, layers_grouped, layers_paged, workspace
 from onnx_inplace.runner.actions import Action, Settings, Slots, reusable
@@ -108,7 +108,7 @@ class LayerAction:
             slots[self.output] = np.empty(call.shape, call.dtype)
         space, helpers = workspace.of_thread(call.space), call.helpers
         try:
-            team = 0 if helpers is None else helpers.begin()
+            team = 0 if helpers is None else helpers.at
             done = self._run(id(slots), call.at, id(space) + FIELD, team)
             if done != REFUSED:
                 call.note(slots, done)
@@ -120,8 +120,8 @@ class LayerAction:
                 self._runs, self.prepared = _FIRST - 1, None
             self._one_by_one(slots)
             return
-        if helpers is not None and done & DONE:
-            helpers.end()
+        if helpers is not None and done & NEWS:
+            helpers.look_after()
         self.end(slots, done)
 
     def end(self, slots: Slots, done: int) -> None:

@@ -102,7 +102,7 @@ class _Layer(layer.Layer):
             space=plain.space,
             shape=arrays[OUTPUT].shape,
             dtype=arrays[OUTPUT].dtype,
-            helpers=team.helpers(call.clock, settings.threads, arrays[LENGTHS]),
+            helpers=team.helpers(call.clock, settings.threads, problem.batch),
             kept=(call, kept),
             writes=((updates[0], first.length), (updates[1], second.length)),
             positions=(places[2], places[5]),

@@ -96,7 +96,7 @@ class _Layer(layer.Layer):
             space=end,
             shape=output.shape,
             dtype=output.dtype,
-            helpers=team.helpers(ready.call.clock, settings.threads, 1 + last),
+            helpers=team.helpers(ready.call.clock, settings.threads, batch),
             kept=(ready, found[1]),
             entry=(step, None, None),
         )

@@ -109,7 +109,7 @@ class _Layer(layer.Layer):
             space=max(plain.space, store.codec.space),
             shape=arrays[OUTPUT].shape,
             dtype=arrays[OUTPUT].dtype,
-            helpers=team.helpers(call.clock, settings.threads, arrays[LENGTHS]),
+            helpers=team.helpers(call.clock, settings.threads, batch),
             kept=(call, new, kept, store.table, store.codec),
             storage=cache,
             entry=(update, None, None),

@@ -13,7 +13,6 @@ import functools
 import os
 import sys
 import threading
-import time
 
 import numpy as np
 
@@ -26,12 +25,6 @@ from onnx_inplace.runner.actions import Array
 from onnx_inplace.runner.work import Clock
 
 _LINE = 64  # bytes that one core at a time may write
-_NEVER = 2**63 - 1
-# words by plain numbers: to look them up takes as long as to use them
-_ALONE, _CONTEXT, _LONGEST, _BATCH, _SEEN = map(
-    int, (Team.ALONE, Team.CONTEXT, Team.LONGEST, Team.BATCH, Team.SEEN)
-)
-_CROWDED = int(Words.CROWDED)
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
 _lock = threading.Lock()
@@ -52,12 +45,22 @@ def _words() -> ctypes.Array[ctypes.c_int64]:
     library.aligned_alloc.restype = ctypes.c_void_p
     size = -(-8 * Words.END // _LINE) * _LINE
     place: int = library.aligned_alloc(ctypes.c_size_t(_LINE), ctypes.c_size_t(size))
-    ctypes.memset(place, 0, size)
     words = (ctypes.c_int64 * Words.END).from_address(place)
-    for word, function in ((Words.WAIT, library.sem_wait), (Words.POST, library.sem_post)):
-        words[word] = ctypes.cast(function, ctypes.c_void_p).value or 0
-    library.sem_init(ctypes.c_void_p(place + 8 * Words.SEMAPHORE), 0, 0)
+    _begin(words)
     return words
+
+
+def _begin(words: ctypes.Array[ctypes.c_int64]) -> None:
+    """Make them the words of a team without helpers."""
+    library, place = ctypes.CDLL(None), ctypes.addressof(words)
+    ctypes.memset(place, 0, ctypes.sizeof(words))
+    library.sem_init(ctypes.c_void_p(place + 8 * Words.SEMAPHORE), 0, 0)
+    for word, function in (
+        (Words.WAIT, library.sem_wait),
+        (Words.POST, library.sem_post),
+        (Words.CLOCK, library.clock_gettime),
+    ):
+        words[word] = ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 @functools.cache
@@ -67,12 +70,15 @@ def _team() -> int:
 
 
 def _forget() -> None:
-    """In a forked process: helpers are not in it, and somebody may have been using the team."""
+    """In a forked process: helpers are not in it, and somebody may have been using the team.
+
+    Its words stay where they are, for compiled calls have their address.
+    """
     global _lock
     _lock = threading.Lock()
     _helpers.clear()
-    _words.cache_clear()
-    _team.cache_clear()
+    if _words.cache_info().currsize:
+        _begin(_words())
 
 
 if hasattr(os, "register_at_fork"):  # where there is fork
@@ -97,6 +103,7 @@ def ready(workers: int) -> None:
             helper = threading.Thread(target=assist, args=places, name="onnx-inplace", daemon=True)
             helper.start()
             _helpers.append(helper)
+        _words()[Words.HELPERS] = len(_helpers)
 
 
 def words(loop: int, context: int = 0) -> Array:
@@ -136,48 +143,32 @@ def borrows() -> bool:
 
 
 class Helpers:
-    """Our helpers, for a compiled call that shares out long sequences: when the clock says so.
+    """Our helpers, for a compiled call that shares out long sequences when that has been faster.
 
-    Before a call nobody knows how long its sequences are: those of the last one tell.
+    Attributes:
+        at: what the call takes: the address of a ``sharing.Team``.
     """
 
-    def __init__(self, clock: Clock, workers: int, lengths: Array) -> None:
-        """``lengths``: [tokens] of the sequences that are expected, of any shape."""
-        self._clock, self._workers = clock, workers
-        self._words = words(team.loop.ready().address)
-        self._words[_BATCH:_SEEN] = clock.batch(lengths.size)
-        self._words[_LONGEST] = int(lengths.max(initial=0))
-        self._at, self._view = address(self._words), self._words.data
-        self._parallel, self._began = False, 0.0
+    def __init__(self, clock: Clock, workers: int, rows: int) -> None:
+        """``rows``: sequences of the call."""
+        self._workers, self._clock = workers, clock
+        self._words = words(team.loop.ready().address, _team())
+        self._words[Team.ALONE : Team.JOB] = (
+            clock.least, clock.policy.at, clock.products, *clock.batch(rows),
+        )  # fmt: skip
+        self.at = address(self._words)
 
-    def begin(self) -> int:
-        """What the call takes: the address of a ``sharing.Team``."""
-        view, clock = self._view, self._clock
-        view[_ALONE], self._began = _NEVER, 0.0
-        if view[_LONGEST] > clock.least:
-            self._parallel = clock.policy.parallel()
-            if self._parallel:
-                view[_ALONE], view[_CONTEXT] = clock.least, _own(self._workers)
-            self._began = time.perf_counter()
-        return self._at
-
-    def end(self) -> None:
-        """Tell the clock, behind a call that has done all.
-
-        What the CPU's caches held before the call, the call has taken their place: there is as
-        little code here as can be.
-        """
-        view, began = self._view, self._began
-        if began and view[_LONGEST] > self._clock.least:
-            seconds = time.perf_counter() - began
-            self._clock.took(seconds, view[_SEEN], parallel=self._parallel)
-            if self._parallel and _words()[_CROWDED]:
-                _make_room()
+    def look_after(self) -> None:
+        """What a call asks for that has ``NEWS``."""
+        if _words()[Words.CROWDED]:
+            _make_room()
+        if not threads.alone():
+            _own(self._workers)
 
 
-def helpers(clock: Clock, workers: int, lengths: Array) -> Helpers | None:
-    """For calls with such ``lengths``; None: there are none."""
-    return Helpers(clock, workers, lengths) if workers > 1 and _possible() else None
+def helpers(clock: Clock, workers: int, rows: int) -> Helpers | None:
+    """For calls of so many sequences; None: there are none."""
+    return Helpers(clock, workers, rows) if workers > 1 and _possible() else None
 
 
 def run(kernel: int, places: tuple[int, ...], workers: int, then: int = 0) -> None:
@@ -203,7 +194,7 @@ def run(kernel: int, places: tuple[int, ...], workers: int, then: int = 0) -> No
         if _share(team.loop.ready().address, _own(workers), kernel, places, workers):
             invoke.invoke.ready()(kernel, *places, 1)
             return
-        if _words()[_CROWDED]:
+        if _words()[Words.CROWDED]:
             _make_room()
     if then:
         invoke.invoke.ready()(then, *places, workers)
@@ -231,7 +222,7 @@ def _make_room() -> None:
     turns with it. On another one it shares with whoever is there.
     """
     places = _words()
-    places[_CROWDED] = 0
+    places[Words.CROWDED] = 0
     others = os.sched_getaffinity(0) - {places[Words.CORE]}
     if others:
         for helper in _helpers:

@@ -5,6 +5,8 @@ works on the machine, it waits for a quantum of the scheduler: milliseconds inst
 what a parallel call took is compared with what one thread would have taken. One loss is forgiven,
 for a core is away for a moment on any machine; losses that come again are followed by a pause.
 
+The decisions themselves are those of ``numba_kernels.pace``, for compiled calls decide, too.
+
 A forked process has one thread: those of its parent are not in it, and GNU OpenMP ends a process
 that asks for them.
 """
@@ -12,20 +14,22 @@ that asks for them.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 
 import numba
 
 from onnx_inplace.compiler import errors
+from onnx_inplace.numba_kernels import pace
+from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.numba_kernels.pace import Pace
 
-_FIRST_PAUSE = 32  # calls
-_AGAIN = 128  # parallel calls, after which one thread shows again what it takes
-_WEIGHT = 0.1  # of a measurement that is slower than those before it
-_MOST_CREDIT, _FIRST_CREDIT, _AFTER_PAUSE = 6, 2, 1  # gains, of which a loss costs two
+# the same in Python: to compile them takes longer than a process that runs no long call wants
+_decide, _one_took = pace.decide.py_func, pace.one_took.py_func
+_several_took = pace.several_took.py_func
 
 _log = logging.getLogger("onnx_inplace")
 _layer_lock = threading.Lock()
@@ -45,7 +49,7 @@ if hasattr(os, "register_at_fork"):  # where there is fork
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _alone() -> bool:
+def alone() -> bool:
     """Whether no other thread can work in this process; says so once."""
     global _said
     if _forked and not _said:
@@ -57,56 +61,73 @@ def _alone() -> bool:
     return _forked
 
 
-@dataclasses.dataclass
 class Policy:
     """Decides for one kernel. Threads may share it: a lost update costs one decision.
 
     Attributes:
-        pace: seconds for a unit of work on one thread; None before the first measurement.
-        pause: calls that are left to one thread before several are tried again.
-        run: parallel calls in a row.
-        next_pause: how long the next pause is; each one that follows soon is twice as long.
-        credit: losses that are forgiven, times two; a gain adds one. After a pause it is less than
-            a loss costs: a machine that is still busy costs one slow call.
-        longest: calls of a pause, at most: one slow call among so many is to be no matter.
+        words: what it knows, a ``pace.Pace``.
+        at: their address, for compiled calls.
     """
 
-    pace: float | None = None
-    pause: int = 0
-    run: int = 0
-    next_pause: int = _FIRST_PAUSE
-    credit: int = _FIRST_CREDIT
-    longest: int = 4096
+    def __init__(self, longest: int = 4096) -> None:
+        """``longest``: calls of a pause, at most."""
+        self._longest, self.words = longest, pace.words(longest)
+        self._view = self.words.data  # numpy's own numbers take three times as long
+        self.at = address(self.words)
+        _policies.add(self)
+        self.allow_pauses(not _without_pauses)
 
     def parallel(self) -> bool:
         """Whether to try several threads for the next call."""
-        if self.pace is None or _alone():
-            return False  # one thread shows first what it takes
-        if self.pause > 0:
-            self.pause -= 1
-            return False
-        self.run = (self.run + 1) % _AGAIN
-        return self.run != 0
+        return not alone() and bool(_decide(self._view))
 
     def serial_took(self, work: float, seconds: float) -> None:
         """One thread took so long."""
-        pace = seconds / work
-        if self.pace is None or pace < self.pace:  # the first one may have met cold memory
-            self.pace = pace
-        else:
-            self.pace += _WEIGHT * (pace - self.pace)
+        _one_took(self._view, work, seconds)
 
     def parallel_took(self, work: float, seconds: float) -> None:
         """Several threads took so long."""
-        if self.pace is None or seconds < work * self.pace:
-            self.next_pause = max(_FIRST_PAUSE, self.next_pause - 1)
-            self.credit = min(_MOST_CREDIT, self.credit + 1)
-            return
-        self.credit -= 2
-        if self.credit >= 0:
-            return
-        self.credit, self.pause = _AFTER_PAUSE, self.next_pause
-        self.next_pause = min(2 * self.next_pause, self.longest)
+        _several_took(self._view, work, seconds)
+
+    @property
+    def pause(self) -> int:
+        """Calls that are left to one thread before several are tried again."""
+        return int(self._view[Pace.PAUSE])
+
+    @pause.setter
+    def pause(self, calls: int) -> None:
+        self._view[Pace.PAUSE] = calls
+
+    def allow_pauses(self, wanted: bool) -> None:
+        """Whether losses are followed by pauses; without, one that has begun ends."""
+        self._view[Pace.LONGEST] = self._longest if wanted else 0
+        if not wanted:
+            self.pause = 0
+
+
+_policies: weakref.WeakSet[Policy] = weakref.WeakSet()
+_without_pauses = False
+
+
+@contextlib.contextmanager
+def without_pauses() -> Iterator[None]:
+    """Every call of this process may try several threads: a loss costs nothing but its own call.
+
+    For benchmarks: a pause is a small part of what a decoder does, and all that a variant has.
+    """
+    before = _without_pauses
+    _set_without_pauses(True)
+    try:
+        yield
+    finally:
+        _set_without_pauses(before)
+
+
+def _set_without_pauses(wanted: bool) -> None:
+    global _without_pauses
+    _without_pauses = wanted
+    for policy in list(_policies):
+        policy.allow_pauses(not wanted)
 
 
 @contextlib.contextmanager
@@ -119,7 +140,7 @@ def region(threads: int) -> Iterator[None]:
         errors.BindingError: there is only one thread, in a forked process.
     """
     global _layer_is_safe
-    if _alone():
+    if alone():
         raise errors.BindingError("a forked process has no threads to measure.", "threads")
     before = numba.get_num_threads()
     numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from onnx_inplace.numba_kernels import objects, whole_run
-from onnx_inplace.numba_kernels.append_attend import REFUSED
+from onnx_inplace.numba_kernels.append_attend import NEWS, REFUSED
 from onnx_inplace.numba_kernels.memory import FIELD, address
 from onnx_inplace.numba_kernels.objects import ITEMS
 from onnx_inplace.numba_kernels.whole_run import Words
@@ -90,7 +90,7 @@ class WholeRun:
             return None
         output = np.empty(call.shape, call.dtype)
         space, helpers = workspace.of_thread(call.space), call.helpers
-        team = 0 if helpers is None else helpers.begin()
+        team = 0 if helpers is None else helpers.at
         arguments = id(output), id(lent.words) + FIELD, self._at, id(space) + FIELD, team
         progress.generation += 1
         try:
@@ -101,8 +101,8 @@ class WholeRun:
         if done == REFUSED:
             progress.generation -= 1
             return None
-        if helpers is not None:
-            helpers.end()
+        if helpers is not None and done & NEWS:
+            helpers.look_after()
         call.count(done)
         results = self._settled.copy()
         results[self._index] = output

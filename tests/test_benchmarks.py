@@ -30,8 +30,6 @@ import record
 import timing
 import update
 
-from onnx_inplace.runner import threads
-
 TINY = {
     attention: "--tokens 100 --shapes 64x3 32x3 --heads 2 --cache float32 INT8 --rounds 1",
     hot: "--shape 1x32x2 --cache float32 INT4 --rounds 1",
@@ -194,17 +192,6 @@ def test_two_runs_of_onnxruntimes_attention_attend_each_to_its_own_cache() -> No
     runs = onnxruntime_peer.attention(both, np.float32, 1)
     for asked, run in [*zip(both, runs, strict=True)] * 2:
         assert problem.error(run(), attend(asked)) < 0.05
-
-
-def test_losses_are_not_followed_by_a_pause_while_variants_take_turns() -> None:
-    policy = threads.Policy()
-    policy.serial_took(1000, 1.0)
-    with ours.without_pauses():
-        for _ in range(9):
-            assert policy.parallel()
-            policy.parallel_took(1000, 9.0)
-    assert policy.pause > 0
-    assert not policy.parallel()
 
 
 @pytest.mark.kernel

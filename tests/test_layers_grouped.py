@@ -4,6 +4,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import deciding
 import driven
 import ml_dtypes
 import numpy as np
@@ -25,7 +26,6 @@ from onnx_inplace.dsl import (
 )
 from onnx_inplace.numba_kernels import memory, rows_append_attend
 from onnx_inplace.numba_kernels.append_attend import DONE, REFUSED
-from onnx_inplace.runner import threads
 
 HEADS, KV_HEADS, SIZE, CAPACITY, ANGLES = 6, 2, 16, 40, 36
 ELEMENTS = {np.float32: FLOAT, np.float16: FLOAT16, ml_dtypes.bfloat16: BFLOAT16}
@@ -212,7 +212,7 @@ def test_prompts_of_one_length_and_tokens_behind_them(answers) -> None:
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["one thread", "several threads"])
 def test_long_rows_are_read_in_parts(parallel, monkeypatch, answers) -> None:
-    monkeypatch.setattr(threads.Policy, "parallel", lambda policy: parallel)
+    deciding.Decider(monkeypatch, parallel)
     monkeypatch.setattr("onnx_inplace.runner.attend.PARALLEL", 12 * HEADS * SIZE)
     caches = [np.zeros((1, KV_HEADS, CAPACITY, SIZE), np.float32) for _ in "kv"]
     with Session(layer(), fuse="off", threads=2).bind(keys=caches[0], values=caches[1]) as step:

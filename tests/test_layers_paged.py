@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import deciding
 import driven
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from onnx_inplace import PagedCache, Session, errors, formats
 from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, Paged, SparsePaged, kv, model
 from onnx_inplace.numba_kernels import memory, pages_append_attend
 from onnx_inplace.numba_kernels.append_attend import DONE, REFUSED
-from onnx_inplace.runner import threads
 from onnx_inplace.runner.profile import profile
 
 HEADS, KV_HEADS, PAGE, SIZE = 4, 2, 16, 32
@@ -217,7 +217,7 @@ def test_formats_that_come_with_a_page(answers) -> None:
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["one thread", "several threads"])
 def test_long_sequences_are_read_in_parts(parallel, monkeypatch, answers) -> None:
-    monkeypatch.setattr(threads.Policy, "parallel", lambda policy: parallel)
+    deciding.Decider(monkeypatch, parallel)
     names = ["FLOAT16"] * 8
     several = Session(sequence, fuse="off", threads=2)
     monkeypatch.setattr("onnx_inplace.runner.operators_paged_attention.PARALLEL", 64 * HEADS * SIZE)

@@ -2,13 +2,14 @@
 
 import itertools
 
+import deciding
 import numpy as np
 import pytest
 from decoders import Shape, decoder
 
 from onnx_inplace import PagedCache, Session, formats
 from onnx_inplace.dsl import FLOAT, FLOAT16, INT64, Alias, Mutable, Paged, kv, model, op
-from onnx_inplace.runner import attend, operators_paged_attention, threads, work
+from onnx_inplace.runner import attend, operators_paged_attention, work
 
 pytestmark = pytest.mark.kernel
 
@@ -18,19 +19,20 @@ LENGTH = 1990  # [tokens]
 FORMATS = (formats.FLOAT16, formats.INT8, formats.INT4)
 Cache = Mutable[FLOAT16[1, HEADS, "capacity", SIZE]]
 Pages = Paged[FLOAT16[2, HEADS, PAGE, SIZE], *FORMATS]
+TURNS = itertools.cycle([True, False, False, True, True])
+"""Whether several threads run a step: every second time, in another order in every session."""
 
 
-@pytest.fixture(autouse=True)
-def _a_clock_that_decides_otherwise_each_time(monkeypatch):
-    """Every second call runs on several threads, in another order in every session."""
+@pytest.fixture
+def decider(monkeypatch):
+    """Says who runs a step; all calls are long enough for two threads."""
     for module in (attend, operators_paged_attention):
         monkeypatch.setattr(module, "PARALLEL", 0)
     monkeypatch.setattr(work, "SHORTEST_SPLIT", 16)
-    turns = itertools.cycle([True, False, False, True, True])
-    monkeypatch.setattr(threads.Policy, "parallel", lambda policy: next(turns))
+    return deciding.Decider(monkeypatch)
 
 
-def decoded(program, shape: Shape, fuse: str, count: int) -> bytes:
+def decoded(program, shape: Shape, fuse: str, count: int, decider: deciding.Decider) -> bytes:
     """Logits of a prompt and five tokens behind caches that are full of numbers, and the caches."""
     session, rng = Session(program, threads=count, fuse=fuse), np.random.default_rng(3)
     names = [port.name for port in session.mutable_inputs]
@@ -41,6 +43,7 @@ def decoded(program, shape: Shape, fuse: str, count: int) -> bytes:
     with session.bind(**caches) as step:
         for length in (9, 1, 1, 1, 1, 1):
             tokens = rng.integers(0, shape.vocabulary, (1, length))
+            decider.next(next(TURNS))
             found += step.run(tokens=tokens, position=position)["logits"].tobytes()
             position += length
     return found + b"".join(cache.tobytes() for cache in caches.values())
@@ -48,10 +51,10 @@ def decoded(program, shape: Shape, fuse: str, count: int) -> bytes:
 
 @COUNTS
 @pytest.mark.parametrize("fuse", ["off", "auto"])
-def test_decoders(fuse, count):
+def test_decoders(fuse, count, decider):
     shape = Shape(hidden=512, layers=1)
     program = decoder(shape)
-    assert len({decoded(program, shape, fuse, count) for _ in range(4)}) == 1
+    assert len({decoded(program, shape, fuse, count, decider) for _ in range(4)}) == 1
 
 
 @model
@@ -69,7 +72,7 @@ def dense(
 
 
 @COUNTS
-def test_dense_caches(count):
+def test_dense_caches(count, decider):
     rng = np.random.default_rng(4)
     new, query = rng.standard_normal((1, HEADS, 1, SIZE)), rng.standard_normal((1, 4, 1, SIZE))
     stored = rng.standard_normal((2, 1, HEADS, 2048, SIZE)).astype(np.float16)
@@ -78,8 +81,9 @@ def test_dense_caches(count):
     for _ in range(3):
         keys, values = stored.copy()
         with Session(dense, threads=count).bind(keys=keys, values=values) as step:
-            runs = [step.run(**given, position=LENGTH - 1, length=[LENGTH])[0] for _ in range(4)]
-            found |= {out.tobytes() for out in runs}
+            for _ in range(4):
+                decider.next(next(TURNS))
+                found.add(step.run(**given, position=LENGTH - 1, length=[LENGTH])[0].tobytes())
     assert len(found) == 1
 
 
@@ -92,7 +96,7 @@ def paged(
 
 @COUNTS
 @pytest.mark.parametrize("tokens", [1, 7])
-def test_pages(tokens, count):
+def test_pages(tokens, count, decider):
     rng = np.random.default_rng(5)
     cache = PagedCache((2, HEADS, PAGE, SIZE), np.float16, allowed=FORMATS)
     for page in range(LENGTH // PAGE + 1):
@@ -103,5 +107,7 @@ def test_pages(tokens, count):
     found = set()
     for _ in range(3):
         with Session(paged, threads=count).bind() as step:
-            found |= {step.run(**given)[0].tobytes() for _ in range(4)}
+            for _ in range(4):
+                decider.next(next(TURNS))
+                found.add(step.run(**given)[0].tobytes())
     assert len(found) == 1

@@ -7,7 +7,7 @@ import pytest
 
 from onnx_inplace import PagedCache, Session, formats
 from onnx_inplace.dsl import FLOAT, INT64, Paged, kv, model
-from onnx_inplace.runner import operators_paged_attention, team
+from onnx_inplace.runner import operators_paged_attention, team, threads
 from onnx_inplace.runner.threads import Policy
 
 
@@ -96,6 +96,22 @@ def test_a_first_measurement_that_was_too_slow_is_corrected():
         else:
             policy.serial_took(1000, 1.0)
     assert kept < 300
+
+
+def test_without_pauses_a_loss_costs_nothing_but_its_call(policy):
+    while policy.parallel():
+        policy.parallel_took(1000, 9.0)
+    with threads.without_pauses():
+        made_meanwhile = Policy()
+        made_meanwhile.serial_took(1000, 1.0)
+        for one in (policy, made_meanwhile):
+            for _ in range(99):
+                assert one.parallel()
+                one.parallel_took(1000, 9.0)
+    for one in (policy, made_meanwhile):
+        while one.parallel():
+            one.parallel_took(1000, 9.0)
+        assert one.pause == 31
 
 
 @model

@@ -1,8 +1,8 @@
 """Very unequal sequences in one call of attention, which is split as the longest one needs."""
 
-import itertools
 from typing import Any
 
+import deciding
 import driven
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, Paged, kv, model, op
 from onnx_inplace.numba_kernels import append_attend, pages_append_attend
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.numba_kernels.sharing import Sharing, splits_at
-from onnx_inplace.runner import attend, operators_paged_attention, threads, work
+from onnx_inplace.runner import attend, operators_paged_attention, work
 
 pytestmark = pytest.mark.kernel
 
@@ -55,13 +55,13 @@ def paged(
     return kv.PagedAttention(query, updated, table, lengths, is_causal=1), updated
 
 
-@pytest.fixture(autouse=True)
-def _every_second_call_on_two_threads(monkeypatch):
+@pytest.fixture
+def decider(monkeypatch):
+    """Says who runs a call; all calls are long enough for two threads."""
     for module in (attend, operators_paged_attention):
         monkeypatch.setattr(module, "PARALLEL", 0)
     monkeypatch.setattr(work, "SHORTEST_SPLIT", 16)
-    turns = itertools.cycle([True, False])
-    monkeypatch.setattr(threads.Policy, "parallel", lambda policy: next(turns))
+    return deciding.Decider(monkeypatch)
 
 
 def problem(lengths: list[int]) -> tuple[np.ndarray, ...]:
@@ -83,12 +83,15 @@ def expected(query: np.ndarray, stored: np.ndarray, lengths: list[int]) -> np.nd
     return out
 
 
-def outputs(program: Any, storage: dict[str, Any], feeds: dict[str, Any]) -> set[bytes]:
+def outputs(
+    program: Any, storage: dict[str, Any], feeds: dict[str, Any], decider: deciding.Decider
+) -> set[bytes]:
     """Of eight runs, half of them on two threads; step by step, and in one compiled call."""
     session, found = Session(program, threads=2, fuse="off"), set()
     for single in (False, True):
         driver = driven.Driven(session, storage, single)
-        for _ in range(8):
+        for run in range(8):
+            decider.next(several=run % 2 == 0)
             found.add(driver(feeds, feeds)[0])
         driver.close()
     return found
@@ -105,20 +108,21 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @LENGTHS
-def test_arrays(lengths: list[int], compiled: list[int]) -> None:
+def test_arrays(lengths: list[int], decider: deciding.Decider, compiled: list[int]) -> None:
     query, stored, position = problem(lengths)
     rows = np.arange(len(lengths))
     new = stored[0, rows, :, position][:, :, np.newaxis]  # keys are values, too, at the end
     stored[1, rows, :, position] = stored[0, rows, :, position]
     feeds = {"query": query, "new": new, "position": position, "lengths": position + 1}
-    found = outputs(dense, {"keys": stored[0].copy(), "values": stored[1].copy()}, feeds)
+    storage = {"keys": stored[0].copy(), "values": stored[1].copy()}
+    found = outputs(dense, storage, feeds, decider)
     assert len(compiled) > 3 and set(compiled) == {append_attend.DONE}
     (out,) = (np.frombuffer(one, np.float32).reshape(query.shape) for one in found)
     np.testing.assert_allclose(out, expected(query, stored, lengths), atol=2e-5)
 
 
 @LENGTHS
-def test_pages(lengths: list[int], compiled: list[int]) -> None:
+def test_pages(lengths: list[int], decider: deciding.Decider, compiled: list[int]) -> None:
     query, stored, position = problem(lengths)
     cache = PagedCache((2, KV_HEADS, PAGE, SIZE), np.float32, [formats.FLOAT32])
     table = np.full((len(lengths), CAPACITY // PAGE), -1)
@@ -135,7 +139,7 @@ def test_pages(lengths: list[int], compiled: list[int]) -> None:
         "position": position,
         "lengths": position + 1,
     }
-    found = outputs(paged, {"cache": cache}, feeds)
+    found = outputs(paged, {"cache": cache}, feeds, decider)
     assert len(compiled) > 3 and set(compiled) == {append_attend.DONE}
     (out,) = (np.frombuffer(one, np.float32).reshape(query.shape) for one in found)
     np.testing.assert_allclose(out, expected(query, stored, lengths), atol=2e-5)
