@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import numba
@@ -12,11 +13,14 @@ import numpy as np
 import pytest
 
 from onnx_inplace.numba_kernels.memory import address, fetch_add, load_int64
-from onnx_inplace.runner import team
+from onnx_inplace.numba_kernels.team import Words
+from onnx_inplace.runner import team, threads
+from onnx_inplace.runner.work import Clock
 
 pytestmark = pytest.mark.kernel
 
 KERNEL = "void(" + ",".join(["int64"] * 11) + ")"
+HELPERS = pytest.mark.skipif(not team._possible(), reason="this system has no helpers")
 NOWHERE = (0,) * 8  # arguments that the kernels here do not look at
 
 
@@ -83,7 +87,7 @@ def test_items_are_done_once_by_whoever_comes() -> None:
         assert (counters[1:] == 1).all()
 
 
-@pytest.mark.skipif(not team._possible(), reason="this system has no helpers")
+@HELPERS
 def test_a_caller_who_finds_the_helpers_taken_does_the_work_alone() -> None:
     team.ready(2)
     found = []
@@ -103,7 +107,7 @@ def test_a_caller_who_finds_the_helpers_taken_does_the_work_alone() -> None:
     assert all(found)
 
 
-@pytest.mark.skipif(not team._possible(), reason="this system has no helpers")
+@HELPERS
 def test_helpers_sleep_between_two_calls() -> None:
     """They are no reason why a process that does nothing takes time of a core."""
     team.ready(2)
@@ -115,6 +119,50 @@ def test_helpers_sleep_between_two_calls() -> None:
     while any(state(helper) == "R" for helper in helpers) and time.monotonic() < end:
         time.sleep(0.001)
     assert {state(helper) for helper in helpers} <= {"S", "D"}
+
+
+def helpers_for(workers: int, policy: threads.Policy) -> team.Helpers:
+    """For calls of one row, whose query sees all keys."""
+    window = types.SimpleNamespace(tokens=1, left=-1, right=0)
+    clock = Clock(policy, products=7, window=window, at_end=True, least=200)
+    found = team.helpers(clock, workers, rows=1)
+    assert found is not None
+    return found
+
+
+@HELPERS
+def test_helpers_leave_the_core_on_which_they_were_in_the_way() -> None:
+    team.ready(2)
+    looked_after = helpers_for(2, threads.Policy())
+    cores = os.sched_getaffinity(0)
+    words = team._words()
+    words[Words.CORE], words[Words.CROWDED] = min(cores), 1
+    ids = [helper.native_id or 0 for helper in team._helpers]
+    try:
+        looked_after.look_after()
+        assert not words[Words.CROWDED]
+        for helper in ids:
+            assert os.sched_getaffinity(helper) == (cores - {min(cores)} or cores)
+    finally:
+        for helper in ids:
+            os.sched_setaffinity(helper, cores)
+
+
+@HELPERS
+def test_helpers_that_are_missing_are_started_but_not_where_there_are_no_threads(
+    monkeypatch, caplog
+) -> None:
+    looked_after = helpers_for(len(team._helpers) + 2, threads.Policy())
+    before = len(team._helpers)
+    monkeypatch.setattr(threads, "_forked", True)
+    monkeypatch.setattr(threads, "_said", False)
+    for _ in range(2):
+        looked_after.look_after()
+    assert len(team._helpers) == before
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    monkeypatch.setattr(threads, "_forked", False)
+    looked_after.look_after()
+    assert len(team._helpers) == team._words()[Words.HELPERS] == before + 1
 
 
 def state(thread: int | None) -> str:
@@ -165,6 +213,28 @@ print(used())
 """
 
 
+COMPILED = """
+import os, test_sharing, test_team
+from onnx_inplace.numba_kernels.sharing import DONE, NEWS
+from onnx_inplace.runner import team, threads
+team.ready(3)
+policy = threads.Policy()
+policy.serial_took(1, 1e9)
+helpers = test_team.helpers_for(3, policy)
+def called():
+    return test_sharing.called(helpers._words)
+said, workers = called()
+assert said & DONE and workers == test_sharing.SHARED
+if not (one := os.fork()):
+    right = called() == (DONE | NEWS, test_sharing.ALONE)
+    helpers.look_after()
+    for _ in range(20):
+        right &= called()[1] == test_sharing.SHARED
+    os._exit(0 if right else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(one, 0)[1]), called()[1] == test_sharing.SHARED)
+"""
+
+
 def test_a_process_with_sleeping_helpers_ends() -> None:
     assert child(ENDS).split() == ["2"]
 
@@ -173,3 +243,9 @@ def test_a_process_with_sleeping_helpers_ends() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_process_has_helpers_of_its_own() -> None:
     assert child(FORKS).split() == ["True"]
+
+
+@HELPERS
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_call_in_a_forked_process_asks_for_helpers_of_its_own() -> None:
+    assert child(COMPILED).split() == ["0", "True"]
