@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 from numba import carray, njit
+from numba.extending import register_jitable
 
-from onnx_inplace.numba_kernels import layout, pages_layout, pages_task
+from onnx_inplace.numba_kernels import layout, pages_items, pages_layout, pages_task
 from onnx_inplace.numba_kernels.floats import (
     exp2,
     float32_at,
@@ -81,6 +82,7 @@ def worker_bytes(x: PagesLayout) -> int:
     return (numbers + 8 * words + x.scratch + x.formats * x.prepared + 63) // 64 * 64
 
 
+@register_jitable  # kernels count them, too
 def items(x: PagesLayout) -> int:
     """Items of a sequence that is not split: its kv heads, in pieces of ``rows``."""
     return x.kv_heads * -(-x.group * x.tokens // x.rows)
@@ -89,7 +91,8 @@ def items(x: PagesLayout) -> int:
 def workspace_size(x: PagesLayout, splits: int, workers: int) -> int:
     """Bytes of workspace. Its first two int64 have to be 0 and the number of splits."""
     partial = x.rows * (x.head_size + 2) * 4 if splits > 1 else 0
-    return HEADER + workers * x.worker_bytes + x.batch * items(x) * splits * partial
+    results: int = x.batch * items(x) * splits * partial
+    return HEADER + workers * x.worker_bytes + results
 
 
 @njit
@@ -155,40 +158,6 @@ def _join(x, rows, sums, states):
 
 
 @njit
-def _limits(x, row, rows, length, start, begin, low, high, limits):
-    """What each row sees of the page that begins at token ``begin``: limits and their hull."""
-    limit = carray(int64_at(limits), (rows, 2))
-    first, last = x.page_size, 0
-    for r in range(rows):
-        from_, to = layout.visible(x, length, start + (row + r) // x.group)
-        from_, to = max(from_, low) - begin, min(to, high) - begin
-        from_, to = max(from_, 0), min(to, x.page_size)
-        if from_ >= to:
-            from_ = to = 0
-        else:
-            first, last = min(first, from_), max(last, to)
-        limit[r, 0], limit[r, 1] = from_, to
-    return first, last
-
-
-@njit
-def _seen_by_all(x, row, rows, length, start, low, high):
-    """First, and one past the last of tokens ``low .. high`` that every row sees."""
-    for r in range(rows):
-        from_, to = layout.visible(x, length, start + (row + r) // x.group)
-        low, high = max(low, from_), min(high, to)
-    return low, high
-
-
-@njit
-def _all_tokens(limits, rows, page_size):
-    """Limits of rows that see a whole page."""
-    limit = carray(int64_at(limits), (rows, 2))
-    for r in range(rows):
-        limit[r, 0], limit[r, 1] = 0, page_size
-
-
-@njit
 def _places(at, format_, h):
     """Where K and V of a head begin in pages of a format; 1 if V is rotated."""
     description = at.descriptions + 8 * pages_layout.WORDS * format_
@@ -197,13 +166,28 @@ def _places(at, format_, h):
 
 
 @njit
-def _item(x, at, query, b, h, row, rows, low, high, length, start, space):
-    """Rows ``row .. row + rows`` over tokens ``low .. high``, into sums and states in ``space``.
+def _first_page(x, at, lengths, splits, number):
+    """Where K and V begin in the first page of an item; 0, 0: it has none, or there is no item."""
+    if number >= x.batch * items(x) * splits:
+        return np.int64(0), np.int64(0)
+    i = pages_items.part_of(x, lengths, splits, number)
+    if i.low >= i.high:
+        return np.int64(0), np.int64(0)
+    place = i.b * x.blocks + i.low // x.page_size
+    page, format_ = _page(at, carray(int64_at(at.blocks + 8 * place), (1,))[0])
+    key, value, _ = _places(at, format_, i.h)
+    return page + key, page + value
 
-    Row ``t * group + g`` is token t in head g.
+
+@njit
+def _attend(x, at, query, i, lengths, space, own):
+    """Sum up an item, a ``Part``, in workspace ``own``; where sums and states are, the next item.
+
+    Row ``t * group + g`` is token t in head g. The next item is taken before the last page of this
+    one is read, which asks for its first page meanwhile: nobody else would.
     """
-    size, page_size = x.head_size, x.page_size
-    sums = space
+    size, page_size, h, rows = x.head_size, x.page_size, i.h, i.rows
+    sums = own
     states = sums + 2 * x.rows * size * 4
     queries = states + 2 * x.rows * 2 * 4
     rotated = queries + x.rows * size * 4
@@ -213,28 +197,28 @@ def _item(x, at, query, b, h, row, rows, low, high, length, start, space):
     scratch = prepared + x.formats * 8
     stores = scratch + x.scratch
 
-    _begin(x, query, b, h, row, rows, queries, rotated, sums, states)
+    _begin(x, query, i.b, h, i.row, rows, queries, rotated, sums, states)
     known = carray(int64_at(prepared), (x.formats,))
     for f in range(x.formats):
         known[f] = 0
-    blocks = carray(int64_at(at.blocks + 8 * b * x.blocks), (x.blocks,))
+    blocks = carray(int64_at(at.blocks + 8 * i.b * x.blocks), (x.blocks,))
     n = carray(int64_at(task), (pages_task.WORDS,))
     n[4], n[7], n[8], n[11], n[12], n[13] = rows, queries, rotated, limits, x.softcap, scratch
-    end = (high + page_size - 1) // page_size
-    all_low, all_high = _seen_by_all(x, row, rows, length, start, low, high)
+    end = (i.high + page_size - 1) // page_size
+    all_low, all_high = pages_items.seen_by_all(x, i)
     # What stays from page to page is written once: a page is a third of a microsecond.
-    format_, whole = np.int64(-1), False
+    format_, whole, number = np.int64(-1), False, np.int64(-1)
     key = value = kernel_ = np.int64(0)
-    for block in range(low // page_size, end):
+    for block in range(i.low // page_size, end):
         begin = block * page_size
         if all_low <= begin and begin + page_size <= all_high:
             first, last = 0, page_size
             if not whole:
-                _all_tokens(limits, rows, page_size)
+                pages_items.all_tokens(rows, page_size, limits)
             whole = True
         else:
             whole = False
-            first, last = _limits(x, row, rows, length, start, begin, low, high, limits)
+            first, last = pages_items.limits(x, i, begin, limits)
             if first >= last:
                 continue
         page, found = _page(at, blocks[block])
@@ -246,18 +230,23 @@ def _item(x, at, query, b, h, row, rows, low, high, length, start, space):
             n[9] = sums + turned * x.rows * size * 4
             n[10] = states + turned * x.rows * 8
             n[14] = stores + format_ * x.prepared
-        n[1], n[2], n[3] = page + key, page + value, 0
+        n[1], n[2] = page + key, page + value
         if block + 1 < end:
             following, other = _page(at, blocks[block + 1])
             next_key, next_value = key, value
             if other != format_:
                 next_key, next_value, _ = _places(at, other, h)
             n[3], n[16] = following + next_key, following + next_value
+        else:
+            number = fetch_add(space, 1)
+            n[3], n[16] = _first_page(x, at, lengths, carray(int64_at(space), (2,))[1], number)
         n[5], n[6], n[15] = first, last, 1 - known[format_]
         known[format_] = 1
         call(kernel_, task)
     _join(x, rows, sums, states)
-    return sums, states
+    if number < 0:  # the last page is seen by no row, or there is none
+        number = fetch_add(space, 1)
+    return sums, states, number
 
 
 @njit
@@ -281,18 +270,20 @@ def _finish(x, output, sinks, b, h, row, rows, sums, states, parts, step):
             sink = floats(sinks, head + 1)[head] * LOG2_E
             top = max(top, sink)
             total = exp2(sink - top)
-        o = floats(sums + r * size * 4, size)
         for p in range(parts):
             state = floats(states + p * step + r * 8, 2)
-            weight = exp2(state[0] - top)
-            total += weight * state[1]
-            more = floats(sums + p * step + r * size * 4, size)
-            for i in range(size):
-                o[i] = weight * more[i] + (o[i] if p else np.float32(0))
+            total += exp2(state[0] - top) * state[1]
         # a row that sees nothing is a row of zeros
         inverse = np.float32(1) / total if total != 0 else np.float32(0)
+        o = floats(sums + r * size * 4, size)
+        factor = exp2(floats(states + r * 8, 2)[0] - top) * inverse
         for i in range(size):
-            o[i] *= inverse
+            o[i] *= factor
+        for p in range(1, parts):
+            factor = exp2(floats(states + p * step + r * 8, 2)[0] - top) * inverse
+            more = floats(sums + p * step + r * size * 4, size)
+            for i in range(size):
+                o[i] += factor * more[i]
         target = output + b * x.output_batch + head * x.output_head + t * x.output_token
         narrow(target, size, sums + r * size * 4, x.output_kind)
 
@@ -325,34 +316,18 @@ def attend(layout_at, query, tables, unused, output, lengths, mask, sinks, space
     splits = carray(int64_at(space), (2,))[1]
     own = space + HEADER + worker * x.worker_bytes
     results = space + HEADER + workers * x.worker_bytes
-    count, size = x.group * x.tokens, x.head_size
-    blocks = (count + x.rows - 1) // x.rows
+    size, every = x.head_size, x.batch * items(x) * splits
     step = x.rows * (size + 2) * 4
-    while True:
-        item = fetch_add(space, 1)
-        if item >= x.batch * x.kv_heads * blocks * splits:
-            break
-        part, rest = item % splits, item // splits
-        # the later rows of a causal prompt see more keys
-        row = (blocks - 1 - rest % blocks) * x.rows
-        b, h = rest // blocks // x.kv_heads, rest // blocks % x.kv_heads
-        rows = min(x.rows, count - row)
-        length = carray(int64_at(lengths), (x.batch,))[b]
-        start = length - x.tokens
-        low, _ = layout.visible(x, length, start + row // x.group)
-        _, high = layout.visible(x, length, start + (row + rows - 1) // x.group)
-        first = low // x.page_size
-        pages = (high + x.page_size - 1) // x.page_size - first
-        chunk = (pages + splits - 1) // splits * x.page_size
-        first = first * x.page_size + part * chunk
-        low, high = max(low, first), min(high, first + chunk)
-        sums, states = _item(x, at, query, b, h, row, rows, low, high, length, start, own)
+    number = fetch_add(space, 1)
+    while number < every:
+        i = pages_items.part_of(x, lengths, splits, number)
+        sums, states, number = _attend(x, at, query, i, lengths, space, own)
         if splits == 1:
-            _finish(x, output, sinks, b, h, row, rows, sums, states, 1, 0)
+            _finish(x, output, sinks, i.b, i.h, i.row, i.rows, sums, states, 1, 0)
             continue
-        result = results + ((rest - rest % blocks + row // x.rows) * splits + part) * step
-        copy(result, sums, rows * size * 4)
-        copy(result + x.rows * size * 4, states, rows * 8)
+        result = results + i.place * step
+        copy(result, sums, i.rows * size * 4)
+        copy(result + x.rows * size * 4, states, i.rows * 8)
     if workers == 1 and splits > 1:
         _merge(x, output, sinks, splits, results)
 
