@@ -20,6 +20,7 @@ from numba.extending import intrinsic
 from onnx_inplace.numba_kernels import pages_encode
 from onnx_inplace.numba_kernels.floats import FLOAT32, floats, int32_at, int64_at, uint8_at
 from onnx_inplace.numba_kernels.memory import copy, kernel, on_demand
+from onnx_inplace.numba_kernels.pages_ahead import ask_for
 from onnx_inplace.numba_kernels.pages_lanes import SMALL, clean, rotate, rotate_rows, within
 from onnx_inplace.numba_kernels.pages_layout import (
     INTEGER,
@@ -37,6 +38,7 @@ from onnx_inplace.numba_kernels.pages_numbers import (
 )
 
 _AHEAD = 16  # tokens
+_FEW = 16  # tokens: less than a tile, so that lines are read before they are written
 
 
 class Values(NamedTuple):
@@ -180,6 +182,11 @@ def _write_page(description, address, source, x, first, count, fill, space):
             if page.kind != INTEGER:
                 clipped += _write_floats(page, region, taken, x, first, gap, count, rows)
                 continue
+            if count < _FEW and h + 1 < page.heads:
+                ask_for(which, half, region + half.head, size, first)
+            elif count < _FEW and which == 0:
+                value = read_half(description, 1)
+                ask_for(1, value, address + value.at, size, first)
             begin = first - gap
             while begin < first + count:
                 end = min(pages_encode.piece_end(half, begin), first + count)
