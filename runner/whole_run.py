@@ -62,14 +62,14 @@ class WholeRun:
         self._action, self._call, self._type = action, call, outputs_type
         self._settled, self._index = settled, index
         feeds = [i.slot for i in run.frame.plan.inputs if not i.mutable]
-        self._taking, self._template, self._feeds = taking, template, feeds
+        self._taking = taking
         pairs = zip(feeds, taking.copies, strict=True)
         copied = {slot: copy for slot, copy in pairs if copy is not None}
         places = [-1 if slot in copied else slot for slot in feeds]
         self._places = np.array(places, np.int64)
         # Addresses of objects: of the template and of copies they stay, for they are kept here.
         self._kept = dict(enumerate(template)) | copied
-        self._slots = np.array([id(self._kept[slot]) for slot in sorted(self._kept)], np.int64)
+        self._slots = np.array([id(value) for value in self._kept.values()], np.int64)
         words = self._words = np.zeros(Words.END, np.int64)
         words[Words.COUNT], words[Words.EXPECTED] = len(places), taking.expected
         words[Words.KIND], words[Words.PLACES] = objects.ARRAY, address(self._places)
@@ -96,7 +96,7 @@ class WholeRun:
         try:
             done = self._run(id(given) + ITEMS, *arguments)
         except BaseException as error:  # an interrupt, which may come behind the writes
-            progress.failed = error, self._written(given)
+            progress.failed = error, self._written()
             raise
         if done == REFUSED:
             progress.generation -= 1
@@ -112,11 +112,9 @@ class WholeRun:
         """Whether it makes the call that an action has prepared."""
         return self._action is action and self._call is action.prepared
 
-    def _written(self, given: Sequence[Any]) -> tuple[journal.Written, ...]:
-        """What a run has written, if it has."""
-        slots = [*self._template, []]
-        for slot, array in zip(self._feeds, given, strict=True):
-            slots[slot] = array
+    def _written(self) -> tuple[journal.Written, ...]:
+        """What a run has written, if it has: at the positions that it has copied."""
+        slots = [*self._kept.values(), []]
         self._call.note(slots, REFUSED)
         return journal.read(slots)
 

@@ -342,6 +342,27 @@ def test_an_interrupt_behind_the_writes(both, monkeypatch) -> None:
     assert binding.generation == 8
 
 
+def test_an_interrupt_of_a_run_with_plain_numbers(monkeypatch) -> None:
+    """They are no arrays, so that the run is left to others: the interrupt comes all the same."""
+    session, storage = SESSIONS["dense"], storage_of("dense")
+
+    class Interrupted:
+        def ready(self) -> Any:
+            def call(*arguments: int) -> int:
+                raise KeyboardInterrupt
+
+            return call
+
+    with session.bind(**storage) as binding:
+        monkeypatch.setattr(whole_run, "run", Interrupted())
+        for at in range(20, 22):
+            binding.run(**feeds_of("dense", at))
+        with pytest.raises(KeyboardInterrupt):
+            binding.run(**feeds_of("dense", 23) | {"position": 23})
+        with pytest.raises(errors.DirtyState):
+            binding.run(**feeds_of("dense", 23))
+
+
 # -- who has the pages
 
 
