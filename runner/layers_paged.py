@@ -93,13 +93,10 @@ class _Layer(layer.Layer):
         sizes = batch, blocks, store.page_size, tokens, reach
         writer = pages.writer.ready().address
         calls = writer, address(new), plain.kernel, plain.layout, call.page_kernels
-        slot, words = (
-            update.inputs[0] or 0,
-            (address(store.table.words), address(store.codec.words)),
-        )
+        words = address(store.table.words), address(store.codec.words)
         numbers = pages_append_attend.table(
             expected,
-            Cache(slot, id(cache), *words, store.codec.key),
+            Cache(update.inputs[0] or 0, id(cache), *words, store.codec.key),
             Layer(objects.ARRAY, *sizes, *calls),
             plain.sharing,
         )
