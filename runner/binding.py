@@ -18,7 +18,7 @@ import numpy as np
 from onnx_inplace.compiler import errors
 from onnx_inplace.compiler.contract import Access
 from onnx_inplace.numba_kernels.memory import address
-from onnx_inplace.runner import execute, inputs, intake, journal, storage, whole_run
+from onnx_inplace.runner import execute, inputs, intake, journal, layers, storage, whole_run
 from onnx_inplace.runner.checks import Check
 from onnx_inplace.runner.frames import Frame
 from onnx_inplace.runner.outputs import Outputs
@@ -76,6 +76,8 @@ class Binding:
         self._frame: execute.Run
         self._results: Results
         self._whole: WholeRun | None = None  # a run like the last one, in one call
+        self._whole_from: tuple[object, object] = None, None  # what it was asked for
+        self._taken = False  # the next run may have inputs that `_intake` takes
         # Who gives back is known before anything is taken: an interrupt may come between any two
         # calls.
         self._lease, self._closed = storage.leases.number(), False
@@ -167,7 +169,8 @@ class Binding:
             with self._running:
                 if self._begun == begun:  # no other thread was faster
                     self._begun += 1
-                    whole, progress = self._whole, self._progress
+                    whole = self._whole if self._taken else None
+                    progress = self._progress
                     if whole is not None and progress.failed is None and not self._closed:
                         outputs = whole(progress, values)
                         if outputs is not None:
@@ -186,6 +189,7 @@ class Binding:
             names = (port.name for port in session.inputs)
             values = inputs.flatten(names, values, session.defaults)
         given = None if self._intake is None else self._intake(values)
+        self._taken = given is not None
         if given is None:
             given = self._given(values)
             shapes = tuple([array.shape for array in given])
@@ -210,7 +214,7 @@ class Binding:
         else:
             self._execute(run, slots, checks)
         if run.layer is not None:
-            self._prepare_whole(run)
+            self._prepare_whole(run, run.layer)
         return self._results.collect(slots, given)
 
     def _execute(self, run: execute.Run, slots: Slots, checks: Iterable[Check]) -> None:
@@ -296,21 +300,22 @@ class Binding:
         run = self._execution.run(shapes)
         self._results = Results(self._session, self.arrays, run.frame)
         self._checks, self._frame, self._shapes = checks, run, shapes
-        self._intake, self._repeats, self._whole = None, False, None
+        self._intake, self._repeats = None, False
+        self._whole, self._whole_from = None, (None, None)
 
     def _expect(self, given: list[Any]) -> None:
         """Inputs of these shapes may come again."""
         found = intake.of(self._session.feeds, given, self._checks)
         if found is not None:
             self._remaining = tuple(c for c in self._checks if c not in found.judges)
-        self._intake, self._repeats = found, True
+        self._intake, self._repeats, self._taken = found, True, True
 
-    def _prepare_whole(self, run: execute.Run) -> None:
-        """Runs like this one may be one call from now on."""
-        layer, whole = run.layer, self._whole
-        if whole is None or layer is None or not whole.serves(layer):
-            remaining = self._remaining
-            self._whole = whole_run.find(run, self._intake, remaining, self._results)
+    def _prepare_whole(self, run: execute.Run, layer: layers.LayerAction) -> None:
+        """Runs like this one may be one call from now on; asked once for what that follows from."""
+        call, taking = layer.prepared, self._intake
+        if self._whole_from[0] is not call or self._whole_from[1] is not taking:
+            self._whole_from = call, taking
+            self._whole = whole_run.find(run, taking, self._remaining, self._results)
 
 
 def _dirty(error: BaseException, written: tuple[journal.Written, ...]) -> errors.DirtyState:

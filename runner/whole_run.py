@@ -59,7 +59,7 @@ class WholeRun:
         """All that ``find`` asks for is so. Results are ``settled``, but for one at ``index``."""
         call, template = action.prepared, run.frame.template
         assert call is not None
-        self._action, self._call, self._type = action, call, outputs_type
+        self._call, self._type = call, outputs_type
         self._settled, self._index = settled, index
         feeds = [i.slot for i in run.frame.plan.inputs if not i.mutable]
         self._taking = taking
@@ -107,10 +107,6 @@ class WholeRun:
         results = self._settled.copy()
         results[self._index] = output
         return self._type(results)
-
-    def serves(self, action: LayerAction) -> bool:
-        """Whether it makes the call that an action has prepared."""
-        return self._action is action and self._call is action.prepared
 
     def _written(self) -> tuple[journal.Written, ...]:
         """What a run has written, if it has: at the positions that it has copied."""

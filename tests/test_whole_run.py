@@ -255,6 +255,16 @@ def test_other_names_in_another_order(both, answers) -> None:
     assert answers[-1] == DONE
 
 
+def test_plain_numbers_are_tried_once(both, answers) -> None:
+    """Runs behind one that brought no arrays are not likely to; arrays are taken again later."""
+    for at in range(20, 30):
+        both.agree(feeds_of(both.kind, at) | {"position": at})
+    assert answers == [REFUSED]
+    for at in range(30, 34):
+        both.agree(feeds_of(both.kind, at))
+    assert answers == [REFUSED, *[DONE] * 3]
+
+
 def test_bytes_of_a_page_that_somebody_sees_are_lent(answers) -> None:
     pair = Both("paged")
     with contextlib.closing(pair):
