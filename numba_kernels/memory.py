@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import mmap
 import threading
 import time
 from collections.abc import Callable
@@ -120,6 +121,21 @@ def address(array: np.ndarray[Any, Any]) -> int:
     return _read_pointer(id(array) + FIELD).value or 0
 
 
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+
+
+def mapped(size: int) -> mmap.mmap:
+    """So many bytes of addresses from the begin of a frame on; memory comes with the first write.
+
+    Raises:
+        MemoryError: the system has no more addresses.
+    """
+    try:
+        return mmap.mmap(-1, size, **_PRIVATE)
+    except OSError as error:
+        raise MemoryError(f"no {size} bytes of address space: {error}") from error
+
+
 def _check_field() -> None:
     probes: list[np.ndarray[Any, Any]] = [
         np.zeros(3),
@@ -201,3 +217,15 @@ def fetch_add(typing_context, place, number):
         return builder.atomic_rmw("add", pointer, number, "seq_cst")
 
     return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def swap_if(typing_context, place, expected, value):
+    """Write an int64 that threads share where it is as expected; whether it was."""
+
+    def generate(context, builder, signature, arguments):
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        found = builder.cmpxchg(pointer, arguments[1], arguments[2], "seq_cst", "seq_cst")
+        return builder.zext(builder.extract_value(found, 1), ir.IntType(64))
+
+    return types.int64(types.int64, types.int64, types.int64), generate

@@ -20,7 +20,13 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from onnx_inplace.numba_kernels.fused.barrier import SPINS, give_way, load_shared, pause
-from onnx_inplace.numba_kernels.memory import fetch_add, kernel, load_int64, store_int64
+from onnx_inplace.numba_kernels.memory import (
+    fetch_add,
+    kernel,
+    load_int64,
+    store_int64,
+    swap_if,
+)
 
 _INT = ir.IntType(64)
 
@@ -58,18 +64,6 @@ _COUNT = (1 << 16) - 1
 
 
 @intrinsic
-def _swap_if(typing_context, place, expected, value):
-    """Write an int64 that threads share where it is as expected; whether it was."""
-
-    def generate(context, builder, signature, arguments):
-        pointer = builder.inttoptr(arguments[0], _INT.as_pointer())
-        found = builder.cmpxchg(pointer, arguments[1], arguments[2], "seq_cst", "seq_cst")
-        return builder.zext(builder.extract_value(found, 1), _INT)
-
-    return types.int64(types.int64, types.int64, types.int64), generate
-
-
-@intrinsic
 def _call_c(typing_context, function, argument):
     """Call the C function ``int(void *)`` at an address."""
 
@@ -101,7 +95,7 @@ def _enter(state):
         entered, workers = found >> _ENTERED & _COUNT, found >> _WORKERS
         if entered + 1 >= workers:
             return 0
-        if _swap_if(state, found, found + (1 << _ENTERED) + 1):
+        if swap_if(state, found, found + (1 << _ENTERED) + 1):
             return entered + 1
 
 
@@ -153,7 +147,7 @@ def loop(team, function, workers, batches, argument):
         0; or 1: another caller has the team, nothing has been called.
     """
     state = team + 8 * Words.STATE
-    if not _swap_if(team + 8 * Words.OWNER, 0, 1):
+    if not swap_if(team + 8 * Words.OWNER, 0, 1):
         return 1
     store_int64(team + 8 * Words.FUNCTION, function)
     store_int64(team + 8 * Words.ARGUMENT, argument)
@@ -167,5 +161,5 @@ def loop(team, function, workers, batches, argument):
         _call_part(function, argument, worker)
     _wait_for_helpers(state)
     fetch_add(state, -(entered << _ENTERED))
-    _swap_if(team + 8 * Words.OWNER, 1, 0)
+    swap_if(team + 8 * Words.OWNER, 1, 0)
     return 0

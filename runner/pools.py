@@ -32,7 +32,7 @@ def shared() -> bool:
     options.log_severity_level = _SILENT
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     try:
-        ort.InferenceSession(options, _smallest(), False, False)
+        ort.InferenceSession(options, smallest(), False, False)
     except RuntimeError as error:
         if "use_per_session_threads" in str(error):
             return True
@@ -61,7 +61,8 @@ def spinning(threads: int, microseconds: int) -> dict[str, str]:
     }
 
 
-def _smallest() -> bytes:
+def smallest() -> bytes:
+    """The smallest model that there is."""
     value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [])
     other = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [])
     node = onnx.helper.make_node("Identity", ["x"], ["y"])

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from onnx_inplace.numba_kernels.memory import address
+from onnx_inplace.numba_kernels.memory import address, mapped
 from onnx_inplace.runner import storage
 from onnx_inplace.runner.storage import Array
 
@@ -34,7 +34,6 @@ _SMALLEST = 64 << 10  # bytes of an array that may be a piece: less is read in n
 _SLAB = 32 << 20  # of address space: memory is committed frame by frame, when it is first written
 _HUGE = 2 << 20
 _LINE = 64
-_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
 # tracemalloc sees numpy's arrays in a domain of their own; pieces are counted beside them
@@ -48,10 +47,7 @@ class _Slab:
     """Pieces of one size. An instance lives as long as it has room or pieces."""
 
     def __init__(self, stride: int):
-        try:
-            self._region = mmap.mmap(-1, _SLAB + _HUGE, **_PRIVATE)
-        except OSError as error:
-            raise MemoryError(f"no {_SLAB} bytes of address space: {error}") from error
+        self._region = mapped(_SLAB + _HUGE)
         place = address(np.frombuffer(self._region, np.uint8))
         self._start = -place % _HUGE
         self._address = place + self._start

@@ -163,6 +163,34 @@ def test_an_error_of_a_step_is_the_error_of_the_run(loaded) -> None:
         step.run(tokens=[[1, 2]], position=14)
 
 
+@model
+def repeated(
+    cache: Mutable[FLOAT["s", 4]], values: FLOAT["n", 4], position: INT64[()], size: INT64[1]
+) -> tuple[Alias["cache"], FLOAT[()]]:
+    many = op.Expand(values[0, 0], size)
+    return kv.CacheUpdate(cache, values, position), op.ReduceSum(-many, keepdims=0)
+
+
+def test_a_tensor_without_memory_is_an_error(loaded) -> None:
+    """The exception of its arena passes compiled code."""
+    session, cache = loaded(repeated, one=True), np.zeros((4, 4), np.float32)
+    with session.bind(cache=cache) as step:
+        with pytest.raises(errors.OperatorError, match=r"many.*memory"):
+            step.run(**FEEDS, size=[1 << 44])
+        assert step.run(**FEEDS, size=[3])[-1] == -3
+
+
+def test_small_tensors_are_given_back(loaded) -> None:
+    """Logits of first runs, too, which are tensors of the library."""
+    pool = native.environment().allocator.pool
+    free = pool.free
+    logits, _ = decode(loaded(decoders.decoder(Shape()), one=True), PROMPTS)
+    assert free - len(logits) <= pool.free < free
+    del logits
+    gc.collect()
+    assert pool.free == free
+
+
 HEADS, SIZE = 2, 32
 Page = Paged[FLOAT[2, HEADS, 16, SIZE], formats.BUILTIN["INT8"]]
 

@@ -63,6 +63,7 @@ _STATUS: dict[str, tuple[int, tuple[Any, ...]]] = {
     "KernelContext_GetInput": (90, (_P, c_size_t, _P)),
     "KernelContext_GetOutput": (91, (_P, c_size_t, _P, c_size_t, _P)),
     "AddSessionConfigEntry": (130, (_P, c_char_p, c_char_p)),
+    "CreateAllocator": (131, (_P, _P, _P)),
     "RunWithBinding": (133, (_P, _P, _P)),
     "CreateIoBinding": (134, (_P, _P)),
     "BindInput": (136, (_P, c_char_p, _P)),
@@ -72,6 +73,7 @@ _STATUS: dict[str, tuple[int, tuple[Any, ...]]] = {
     "CreateAndRegisterAllocator": (144, (_P, _P, _P)),
     "AddInitializer": (150, (_P, c_char_p, _P)),
     "CreateArenaCfgV2": (164, (_P, _P, c_size_t, _P)),
+    "RegisterAllocator": (176, (_P, _P)),
     "AddExternalInitializers": (210, (_P, _P, _P, c_size_t)),
     "KernelContext_ParallelFor": (274, (_P, _P, c_size_t, c_size_t, _P)),
 }

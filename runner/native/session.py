@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -13,6 +14,7 @@ import onnx_ir as ir
 
 from onnx_inplace.runner.actions import Array, DType
 from onnx_inplace.runner.border import over
+from onnx_inplace.runner.native import allocator
 from onnx_inplace.runner.native.functions import Functions, load
 
 _SILENT = 4  # log severity: fatal
@@ -60,6 +62,7 @@ class Environment:
         functions: of the library.
         at: address of onnxruntime's object.
         memory: address of what onnxruntime calls this kind of memory.
+        allocator: what stands before the arena; None where nothing does.
     """
 
     def __init__(self, functions: Functions) -> None:
@@ -73,6 +76,8 @@ class Environment:
         arena = functions.make("CreateArenaCfgV2", keys, values, count)
         functions.call("CreateAndRegisterAllocator", self.at, self.memory, arena)
         functions.release("ArenaCfg", arena)
+        shared = functions, self.at, self.memory
+        self.allocator = allocator.share(*shared) if sys.platform != "win32" else None
 
 
 @functools.cache
@@ -99,7 +104,7 @@ class Options:
         functions.call("SetSessionLogSeverityLevel", self.at, _SILENT)
         functions.call("SetIntraOpNumThreads", self.at, threads)
         functions.call("SetInterOpNumThreads", self.at, 1)
-        functions.call("DisableMemPattern", self.at)  # see ``library``
+        functions.call("DisableMemPattern", self.at)  # see ``library`` and ``allocator``
         self.set("session.use_env_allocators", "1")
 
     def set(self, key: str, value: str) -> None:
