@@ -153,5 +153,10 @@ class Fusion:
         """The fused steps."""
         return tuple(s for s in self.block.steps if isinstance(s, Fused)) if self.block else ()
 
+    @property
+    def dims(self) -> frozenset[str]:
+        """Dimensions on which it depends what runs fused, and how."""
+        return sizes.names(self.rows).union(*(step.dims for step in self.regions))
+
 
 NOTHING = Fusion(None)

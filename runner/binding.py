@@ -298,8 +298,9 @@ class Binding:
                 self._prepared.clear()
             self._prepared[shapes] = checks
         run = self._execution.run(shapes)
-        self._results = Results(self._session, self.arrays, run.frame)
-        self._checks, self._frame, self._shapes = checks, run, shapes
+        if self._shapes is None or run is not self._frame:
+            self._frame, self._results = run, Results(self._session, self.arrays, run.frame)
+        self._checks, self._shapes = checks, shapes
         self._intake, self._repeats = None, False
         self._whole, self._whole_from = None, (None, None)
 

@@ -33,6 +33,7 @@ from onnx_inplace.compiler.steps import (
 )
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner import (
+    alike,
     control,
     huge_pages,
     joined,
@@ -79,7 +80,7 @@ class Engine:
         self._kernels: dict[int, Action] = {}
         self._sub_sessions: dict[int, standard.SubSessionRunner] = {}
         self._library = library.Library(settings.threads)  # holds the weights: onnxruntime does not
-        self._joined = joined.WhenAsked(plan, self._library)
+        self._joined, self.alike = joined.WhenAsked(plan, self._library), alike.Alike(plan)
         # kernels first: they refuse at once, weights and sub-sessions take their time
         if settings.fuse is not Fuse.DECODE_ONLY:
             self._enter(plan.block)
@@ -194,13 +195,14 @@ class Execution:
 
     def run(self, shapes: tuple[tuple[int, ...], ...]) -> Run:
         """What runs with ordinary inputs of these shapes, in order of the graph."""
-        found = self._frames.get(shapes)
+        key = self._engine.alike.key(shapes)
+        found = self._frames.get(key)
         if found is not None:
-            self._frames.move_to_end(shapes)
+            self._frames.move_to_end(key)
             return found
         while len(self._frames) >= _FRAMES:
             self._frames.popitem(last=False)
-        found = self._frames[shapes] = Run(self._engine, self._frame(shapes), self._observe)
+        found = self._frames[key] = Run(self._engine, self._frame(shapes), self._observe)
         return found
 
     def _frame(self, shapes: tuple[tuple[int, ...], ...]) -> Frame:

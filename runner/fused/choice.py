@@ -62,7 +62,7 @@ class Alternative:
         wanted = fusion if settings.fuse is not Fuse.OFF else NOTHING
         self.weights = weights.load(wanted, model)
         self.block = wanted.block if wanted.block is not None and self._prepare() else None
-        self._dims = sizes.names(fusion.rows).union(*(step.dims for step in fusion.regions))
+        self._dims = fusion.dims
 
     def _prepare(self) -> bool:
         many = [n for n in self.fusion.rows if isinstance(n, int) and n > ROWS]
