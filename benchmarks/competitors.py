@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import generate
@@ -18,6 +19,7 @@ import weights
 from config import SMOLLM2_135M
 from decoder import Precision
 from paged_decoder import PAGE_SIZE
+from same_file import SameFile
 
 from onnx_inplace import Session
 
@@ -122,8 +124,11 @@ class Reading:
         """Nothing: it has no position."""
 
 
-def peers(name: str, threads: int, max_length: int) -> list[Competitor]:
-    """A peer in each of its ways; none where it is not installed."""
+def peers(name: str, threads: int, max_length: int, fuse: Sequence[Fuse] = ()) -> list[Competitor]:
+    """A peer in each of its ways; none where it is not installed.
+
+    ``fuse``: ways in which this project runs the file of onnxruntime-genai.
+    """
     if importlib.util.find_spec(PEERS[name]) is None:
         return []
     path = weights.gguf_path()
@@ -132,8 +137,9 @@ def peers(name: str, threads: int, max_length: int) -> list[Competitor]:
         return [llama(path, threads, max_length, FOLDER, flash=way) for way in (True, False)]
     genai = importlib.import_module("genai")
     folder = FOLDER / f"genai-{threads}-{max_length}"
-    genai.write(folder, SMOLLM2_135M, path, threads, max_length)
-    return [genai.GenAI(folder, max_length)]
+    file = genai.write(folder, SMOLLM2_135M, path, threads, max_length)
+    same = [SameFile(file, threads, way, max_length) for way in fuse]
+    return [*same, genai.GenAI(folder, max_length)]
 
 
 def weight_bytes() -> int:

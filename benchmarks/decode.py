@@ -115,14 +115,14 @@ def measure(
         token |= {(name, position): ms for name, ms in found.items()}
         show(f"\nposition {position:,}, {given.threads} threads, {bandwidth[position]:.1f} GB/s")
         for name, ms in found.items():
-            show(f"  {name:<32}{ms:8.2f} ms{1e3 / ms:10.1f} tokens/s{ratios(name, found)}")
+            show(f"  {name:<48}{ms:8.2f} ms{1e3 / ms:10.1f} tokens/s{ratios(name, found)}")
     prompt: dict[str, float] = {}
     if given.prompt:
         readers = [c for c in all_ if c is not reading]
         prompt = prefill(readers, max(1, given.rounds // 2))
         show(f"\nprompt of {PROMPT:,}, {given.threads} threads")
         for name, speed in prompt.items():
-            show(f"  {name:<32}{speed:11.0f} tokens/s")
+            show(f"  {name:<48}{speed:11.0f} tokens/s")
     return Times(given.threads, token, prompt, bandwidth)
 
 
@@ -235,7 +235,7 @@ def main(arguments: list[str] | None = None) -> bool:
     ]
     skipped = []
     for name in given.peers:
-        ways = competitors.peers(name, given.threads, length)
+        ways = competitors.peers(name, given.threads, length, given.fuse)
         all_ += ways
         if not ways:
             skipped.append(f"{name}: it is not installed")

@@ -132,11 +132,12 @@ class GenAI:
         self.generator.generate_next_token()
 
 
-def write(folder: Path, config: Config, gguf: Path, threads: int, max_length: int) -> None:
-    """Put model and description into ``folder``; a model newer than this file stays."""
+def write(folder: Path, config: Config, gguf: Path, threads: int, max_length: int) -> Path:
+    """Put model and description into ``folder``; a model newer than this file stays. The model."""
     path = folder / "model.onnx"
     if not path.exists() or path.stat().st_mtime < Path(__file__).stat().st_mtime:
         folder.mkdir(parents=True, exist_ok=True)
         decoder(config, weights.read(config, gguf)).save(path)
     text = json.dumps(describe(config, threads, max_length), indent=2)
     (folder / "genai_config.json").write_text(text)
+    return path
