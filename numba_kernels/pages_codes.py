@@ -12,6 +12,8 @@ from onnx_inplace.numba_kernels.floats import uint8_at
 from onnx_inplace.numba_kernels.pages_codes_lanes import (
     pack_key,
     pack_value,
+    put_key,
+    put_value,
     unpack_key,
     unpack_value,
 )
@@ -26,18 +28,9 @@ def _bytes(address, count):
 
 @njit
 def _pack_key(codes, tile, bits, size, first, count, plane):
-    """All codes of a byte are of one token."""
-    fields = 8 // bits
     for j in range(count):
         t = first + j
-        to, source = codes + (t >> 4) * tile + (t & 15) * 4, plane + j * size
-        for v in range(size // (4 * fields)):
-            four, codes_ = _bytes(to + v * 64, 4), _bytes(source + 4 * v * fields, 4 * fields)
-            for i in range(4):
-                byte = codes_[i]
-                for f in range(1, fields):
-                    byte |= np.uint8(codes_[4 * f + i] << (bits * f))
-                four[i] = byte
+        put_key(codes + (t >> 4) * tile + (t & 15) * 4, plane + j * size, size, bits)
 
 
 @njit
@@ -57,16 +50,11 @@ def _unpack_key(codes, tile, bits, size, first, count, plane):
 @njit
 def _pack_value(codes, tile, bits, size, first, count, plane):
     """A byte has codes of ``8 / bits`` tokens: those of other tokens stay."""
-    fields = 8 // bits
+    fields, mask = 8 // bits, (1 << bits) - 1
     for j in range(count):
         t = first + j
-        shift = bits * (t // 4 % fields)
-        to, row = codes + t // (4 * fields) * 64 + (t & 3), _bytes(plane + j * size, size)
-        kept = np.uint8(255 - (((1 << bits) - 1) << shift))
-        for k in range(size >> 4):
-            line = _bytes(to + k * tile, 64)
-            for i in range(16):
-                line[4 * i] = (line[4 * i] & kept) | np.uint8(row[16 * k + i] << shift)
+        shift = 8 * (t & 3) + bits * (t // 4 % fields)
+        put_value(codes + t // (4 * fields) * 64, tile, plane + j * size, size, shift, mask)
 
 
 @njit

@@ -1,4 +1,4 @@
-"""Codes of whole tiles of 16 tokens, in vectors: what ``pages_codes`` does for a few tokens.
+"""Codes of one token, and of whole tiles of 16 tokens, on their way into a page and out of it.
 
 Bytes of a plane are moved, nothing is computed; every CPU gives the same bytes.
 """
@@ -53,6 +53,58 @@ class _Bytes(Emitter):
 def _bytes_of(bits: int) -> int:
     """The same code mask in all bytes of an int32."""
     return sum(((1 << bits) - 1) << byte for byte in (0, 8, 16, 24))
+
+
+@intrinsic
+def put_key(typing_context, to, row, size, bits):
+    """One token of K: ``size`` codes, a byte each, to its four bytes of each line from ``to`` on.
+
+    All codes of a byte are of that token.
+    """
+
+    def generate(context, builder, signature, arguments):
+        e = _Bytes(builder)
+        to, row, size, bits = arguments
+
+        def emit(known: int) -> None:
+            fields = 8 // known
+            with e.loop(builder.sdiv(size, e.whole(4 * fields))) as v:
+                place, word = e.add(row, e.times(v, 4 * fields)), None
+                for f in range(fields):  # codes have no bits beyond theirs: bytes stay apart
+                    part = e.read(e.add(place, 4 * f), _INT)
+                    if f:
+                        part = builder.shl(part, ir.Constant(_INT, known * f))
+                    word = part if word is None else builder.or_(word, part)
+                e.write(word, e.add(to, e.times(v, _LINE)))
+
+        by_known(e, bits, BITS, emit)
+        return context.get_dummy_value()
+
+    return types.void(_I, _I, _I, _I), generate
+
+
+@intrinsic
+def put_value(typing_context, to, tile, row, size, shift, mask):
+    """One token of V: ``size`` codes, a byte each, to some bits of each lane of its lines.
+
+    The line at ``to`` is that of the first 16 elements; those that follow are ``tile`` bytes apart.
+    The lowest bit of a code in a lane of 32 is ``shift``; ``mask`` is that of one code. All other
+    bits of a lane are of other tokens, and stay.
+    """
+
+    def generate(context, builder, signature, arguments):
+        e = _Bytes(builder)
+        to, tile, row, size, shift, mask = arguments
+        up = e.splat_int(shift)
+        kept = builder.not_(builder.shl(e.splat_int(mask), up))
+        with e.loop(builder.sdiv(size, e.whole(LANES))) as k:
+            codes = builder.zext(e.read(e.add(row, e.times(k, LANES)), _BYTES), _INTS)
+            place = e.add(to, e.times(tile, k))
+            line = builder.and_(e.read(place, _INTS), kept)
+            e.write(builder.or_(line, builder.shl(codes, up)), place)
+        return context.get_dummy_value()
+
+    return types.void(_I, _I, _I, _I, _I, _I), generate
 
 
 @intrinsic

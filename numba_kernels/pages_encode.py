@@ -12,7 +12,14 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray, njit
 
-from onnx_inplace.numba_kernels.floats import FLOAT16, float32_at, floats, uint8_at, widen
+from onnx_inplace.numba_kernels.floats import (
+    FLOAT16,
+    float32_at,
+    floats,
+    uint8_at,
+    uint16_at,
+    widen,
+)
 from onnx_inplace.numba_kernels.memory import copy
 from onnx_inplace.numba_kernels.pages_codes import pack, unpack
 from onnx_inplace.numba_kernels.pages_coding import (
@@ -28,8 +35,11 @@ from onnx_inplace.numba_kernels.pages_numbers import half_at, limited, set_half
 from onnx_inplace.numba_kernels.pages_scales import (
     RANGES,
     SETTLED,
+    outside,
+    range_of_token,
     ranges_of_channels,
     ranges_of_tokens,
+    read_channels,
     settle,
     settle_magnitudes,
     steps_of_ranges,
@@ -57,7 +67,7 @@ class Codes(NamedTuple):
 
 def space_size(tokens: int, head_size: int) -> int:
     """Bytes of workspace of :func:`encode` and :func:`decode`: a plane of codes, scales."""
-    rest = max(RANGES, MAGNITUDES, SEARCH + 4 * _TOGETHER * head_size, 8 * head_size)
+    rest = max(RANGES, MAGNITUDES, SEARCH + 4 * _TOGETHER * head_size, 12 * head_size)
     return tokens * head_size + _PAIR + SETTLED + rest
 
 
@@ -144,6 +154,12 @@ def _search_tokens(codes, x, size, length, count, steps, space):
 def _store_settled(settled, at, half, count):
     """Scales, and midpoints where there are any, of ``count`` neighbours of a group at ``at``."""
     halves = settled + _PAIR
+    if count == 1:
+        carray(uint16_at(at), (1,))[0] = carray(uint16_at(halves), (1,))[0]
+        if half.midpoint:
+            at += half.midpoint
+            carray(uint16_at(at), (1,))[0] = carray(uint16_at(halves + 32), (1,))[0]
+        return
     copy(at, halves, 2 * count)
     if half.midpoint:
         copy(at + half.midpoint, halves + 32, 2 * count)
@@ -163,7 +179,10 @@ def _by_token(which, half, region, size, rows, first, count, plane, space):
         if half.searched:
             _search_tokens(codes, x, size, length, count, space, rest)
         else:
-            ranges_of_tokens(x, size, length // 16, count, space, rest)
+            if count == 1:
+                range_of_token(x, length // 16, space)
+            else:
+                ranges_of_tokens(x, size, length // 16, count, space, rest)
             steps_of_ranges(space, half.midpoint, center, highest)
         settle(space, half.midpoint, center, settled)
         at = region + begin // half.group * half.step + 2 * first
@@ -197,31 +216,6 @@ def _fit_channels(half, codes, scales, size, rows, count, space):
 
 
 @njit
-def _read_scales(half, scales, size, space):
-    """Scales and midpoints of channels, (2, size) float32."""
-    widen(space, size, scales, FLOAT16)
-    middles = floats(space + 4 * size, size)
-    if half.midpoint:
-        widen(space + 4 * size, size, scales + half.midpoint, FLOAT16)
-        return
-    for c in range(size):
-        middles[c] = 0
-
-
-@njit
-def _all_fit(half, codes, scales, size, rows, count, space):
-    """Whether the ranges of all channels have room for new values."""
-    _read_scales(half, scales, size, space)
-    steps, middles = floats(space, size), floats(space + 4 * size, size)
-    steps_to_end, outside = codes.highest - codes.center + np.float32(0.5), 0
-    for j in range(count):
-        x = floats(rows + j * size * 4, size)
-        for c in range(size):
-            outside += abs(x[c] - middles[c]) > steps[c] * steps_to_end
-    return outside == 0
-
-
-@njit
 def _widen_channels(half, codes, scales, size, rows, first, count, tokens, plane):
     """Widen the range of channels that new values leave, and code their old values again.
 
@@ -249,16 +243,13 @@ def _widen_channels(half, codes, scales, size, rows, first, count, tokens, plane
 
 
 @njit
-def _code_channels(half, codes, scales, size, rows, count, plane, space):
-    """Codes of tokens whose channels have these scales."""
-    _read_scales(half, scales, size, space)
-    inverses, middles = floats(space, size), space + 4 * size
-    for c in range(size):
-        inverses[c] = _inverse(inverses[c])
+def _code_channels(codes, channels, size, rows, count, plane):
+    """Codes of tokens whose channels are as ``read_channels`` says."""
     center, lowest, highest = codes.center, codes.lowest, codes.highest
+    inverses, middles = channels + 4 * size, channels + 8 * size
     for j in range(count):
         x, to = rows + j * size * 4, plane + j * size
-        code_each(x, size // 16, space, middles, center, lowest, highest, to)
+        code_each(x, size // 16, inverses, middles, center, lowest, highest, to)
 
 
 @njit
@@ -274,11 +265,14 @@ def _by_channel(which, half, region, size, rows, first, count, valid, plane, spa
     scales = region + first // half.group * half.step
     if tokens == count:
         _fit_channels(half, codes, scales, size, rows, count, space)
-    elif not _all_fit(half, codes, scales, size, rows, count, space):
+    read_channels(scales, half.midpoint, size, space)
+    reach = codes.highest - codes.center + np.float32(0.5)
+    if tokens != count and outside(rows, count, size, space, reach):
         unpack(which, at, half.tile, half.bits, size, begin, tokens, plane)
         _widen_channels(half, codes, scales, size, rows, first - begin, count, tokens, plane)
         pack(which, at, half.tile, half.bits, size, begin, tokens, plane)
-    _code_channels(half, codes, scales, size, rows, count, plane, space)
+        read_channels(scales, half.midpoint, size, space)
+    _code_channels(codes, space, size, rows, count, plane)
     pack(which, at, half.tile, half.bits, size, first, count, plane)
 
 

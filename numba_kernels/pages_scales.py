@@ -13,6 +13,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from onnx_inplace.numba_kernels import cpu
+from onnx_inplace.numba_kernels.floats import FLOAT16
 from onnx_inplace.numba_kernels.vector import LANES, VECTOR, Emitter, Value
 
 _I = types.int64
@@ -65,6 +66,36 @@ def ranges_of_tokens(typing_context, rows, size, vectors, count, to, space):
         return context.get_dummy_value()
 
     return types.void(_I, _I, _I, _I, _I, _I), generate
+
+
+@intrinsic
+def range_of_token(typing_context, row, vectors, to):
+    """What :func:`ranges_of_tokens` gives for one row, in all lanes; zeros have the same sign.
+
+    Shapes:
+        row: 16 * ``vectors`` float32
+        to:  (2, 16) float32
+    """
+
+    def generate(context, builder, signature, arguments):
+        e = Emitter(builder)
+        row, vectors, to = arguments
+        least, most = (cgutils.alloca_once(builder, VECTOR) for _ in range(2))
+        for place in (least, most):
+            builder.store(e.load(row), place)
+        with e.loop(vectors) as i:
+            x = e.load(e.add(row, e.times(i, _VECTOR_BYTES)))
+            builder.store(_smaller(e, builder.load(least), x), least)
+            builder.store(e.maximum(builder.load(most), x), most)
+        for k, place in enumerate((least, most)):
+            x = builder.load(place)
+            for distance in (8, 4, 2, 1):  # lane 0 is the result, by the order of ``joined``
+                other = e.shuffle(x, x, [(lane + distance) % LANES for lane in range(LANES)])
+                x = e.maximum(x, other) if k else _smaller(e, x, other)
+            e.store(e.shuffle(x, x, [0] * LANES), e.add(to, k * _VECTOR_BYTES))
+        return context.get_dummy_value()
+
+    return types.void(_I, _I, _I), generate
 
 
 @intrinsic
@@ -130,6 +161,83 @@ def _half(e: Emitter, x: Value) -> tuple[Value, Value]:
     wide = b.fmul(b.bitcast(b.shl(half, all_(13)), VECTOR), e.constant(2.0**112))
     wide = b.bitcast(b.or_(b.bitcast(wide, _INTS), sign_bit), VECTOR)
     return b.trunc(b.or_(half, b.lshr(sign_bit, all_(16))), _SHORTS), wide
+
+
+def _wide(e: Emitter, address: Value) -> Value:
+    """16 float16 as float32. Without instructions for it, as ``floats.float32_of_float16`` says."""
+    if cpu.has("f16c"):
+        return e.load(address, FLOAT16)
+    b = e.builder
+
+    def all_(number: int) -> Value:
+        return e.lanes([number] * LANES)
+
+    halves = b.load(b.inttoptr(address, _SHORTS.as_pointer()))
+    halves.align = 1
+    bits = b.zext(halves, _INTS)
+    rest = b.and_(bits, all_(0x7FFF))
+    number = b.fmul(b.bitcast(b.shl(rest, all_(13)), VECTOR), e.constant(2.0**112))
+    special = b.select(b.icmp_signed(">=", rest, all_(0x7C00)), all_(0x7F800000), all_(0))
+    sign = b.shl(b.and_(bits, all_(0x8000)), all_(16))
+    return b.bitcast(b.or_(b.or_(b.bitcast(number, _INTS), special), sign), VECTOR)
+
+
+@intrinsic
+def read_channels(typing_context, scales, midpoint, size, to):
+    """What the scales of channels are for numbers that are coded.
+
+    Shapes:
+        scales:   (size) float16; midpoints are ``midpoint`` bytes behind them, if that is not 0
+        to:       (3, size) float32: becomes steps, 1 / step, or 0 for a step of 0; midpoints, or 0
+    """
+
+    def generate(context, builder, signature, arguments):
+        e, b = Emitter(builder), builder
+        scales, midpoint, size, to = arguments
+        zero, one, row = e.constant(0.0), e.constant(1.0), e.times(size, 4)
+        has = b.icmp_signed("!=", midpoint, e.whole(0))
+        with e.loop(b.sdiv(size, e.whole(LANES))) as i:
+            place = e.add(scales, e.times(i, 2 * LANES))
+            step, middle = _wide(e, place), _wide(e, e.add(place, midpoint))
+            inverse = b.select(b.fcmp_ordered("==", step, zero), zero, b.fdiv(one, step))
+            target = e.add(to, e.times(i, _VECTOR_BYTES))
+            e.store(step, target)
+            e.store(inverse, e.add(target, row))
+            e.store(b.select(has, middle, zero), e.add(target, e.times(row, 2)))
+        return context.get_dummy_value()
+
+    return types.void(_I, _I, _I, _I), generate
+
+
+@intrinsic
+def outside(typing_context, rows, count, size, channels, reach):
+    """Whether a number is more than ``reach`` steps from the midpoint of its channel.
+
+    Shapes:
+        rows:     (count, size) float32
+        channels: (3, size) float32, see :func:`read_channels`
+    """
+
+    def generate(context, builder, signature, arguments):
+        e, b = Emitter(builder), builder
+        rows, count, size, channels, reach = arguments
+        none, reach = ir.Constant(_INTS, [0] * LANES), e.splat(reach, VECTOR)
+        found = cgutils.alloca_once_value(builder, none)
+        b.store(none, found)
+        with e.loop(b.sdiv(size, e.whole(LANES))) as i:
+            place = e.add(channels, e.times(i, _VECTOR_BYTES))
+            most = b.fmul(e.load(place), reach)
+            middle = e.load(e.add(place, e.times(size, 8)))
+            with e.loop(count) as j:
+                x = e.load(e.add(rows, e.times(e.add(e.times(j, size), e.times(i, LANES)), 4)))
+                distance = b.call(_absolute(e), [b.fsub(x, middle)])
+                far = b.sext(b.fcmp_ordered(">", distance, most), _INTS)
+                b.store(b.or_(b.load(found), far), found)
+        total = e.across(b.or_, b.load(found), LANES)
+        first = b.extract_element(total, ir.Constant(_INT, 0))
+        return b.icmp_signed("!=", first, ir.Constant(_INT, 0))
+
+    return types.boolean(_I, _I, _I, _I, types.float32), generate
 
 
 @intrinsic
