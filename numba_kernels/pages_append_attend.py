@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray, njit
 
-from onnx_inplace.numba_kernels import pages_call
+from onnx_inplace.numba_kernels import pages_call, pages_join
 from onnx_inplace.numba_kernels.append_attend import REFUSED, WRITTEN
 from onnx_inplace.numba_kernels.floats import int32_at, int64_at
 from onnx_inplace.numba_kernels.memory import kernel, load_int64, on_demand
@@ -27,6 +27,7 @@ from onnx_inplace.numba_kernels.objects import (
     take_back,
 )
 from onnx_inplace.numba_kernels.pages import call_writer
+from onnx_inplace.numba_kernels.pages_attention import TOKENS
 from onnx_inplace.numba_kernels.pages_layout import Formats
 from onnx_inplace.numba_kernels.pages_table import Table
 from onnx_inplace.numba_kernels.sharing import Sharing, attend, sharing_of, splits_at
@@ -69,7 +70,8 @@ class Layer(NamedTuple):
     tokens: int  # that are written
     reach: int  # tokens before a length that attention reads; -1: all
     writer: int  # address of ``pages.writer``
-    values: int  # address of ``pages.Values``
+    joiner: int  # address of ``pages_join.joiner``; 0: there is more than one token
+    values: int  # address of ``pages_heads.Values``
     kernel: int  # address of ``pages_attention.attend``
     layout: int  # address of its PagesLayout
     kernels: int  # see ``pages_attention.Tables``
@@ -103,8 +105,8 @@ def _where(cache):
 
 @njit
 def _layer(at):
-    n = carray(int64_at(at), (11,))
-    return Layer(n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10])
+    n = carray(int64_at(at), (12,))
+    return Layer(n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], n[10], n[11])
 
 
 @njit
@@ -199,17 +201,27 @@ def _call(slots, table, space, team):
         return REFUSED
     values = data_of(items, table, VALUES)
     query, output = data_of(items, table, QUERY), data_of(items, table, OUTPUT)
+    s = sharing_of(table + 8 * _SHARING)
+    attends = longest <= s.most or team != 0
+    joins = attends and x.joiner != 0
+    joins = joins and pages_join.apart(ids, positions, lengths, x.batch, x.blocks, x.page_size)
     state = let_go()
-    tables = at.descriptions, x.values, values, at.addresses, at.formats, at.fills
-    clipped = call_writer(x.writer, (*tables, ids, positions, space))
-    s, done = sharing_of(table + 8 * _SHARING), WRITTEN
-    if longest <= s.most or team != 0:
+    tables = at.descriptions, x.values, values, at.addresses, at.formats, at.fills, ids, positions
+    clipped, done, tokens = np.int64(0), WRITTEN, np.int64(0)
+    if not joins:
+        clipped = call_writer(x.writer, (*tables, space))
+    if attends:
         splits = splits_at(s, lengths, x.batch, longest)
         begun = pages_call.prepare(
             at.addresses, at.formats, at.descriptions, x.kernels, ids, space, splits
         )
-        places = x.layout, query, begun, 0, output, lengths, 0, 0, space
+        if joins:
+            tokens = space + TOKENS
+            pages_join.begin(tokens, x.joiner, tables)
+        places = x.layout, query, begun, tokens, output, lengths, 0, 0, space
         done = attend(s, team, x.kernel, places, longest, s.merge if splits > 1 else 0)
+    if joins:
+        clipped = pages_join.end(tokens, x.batch, x.page_size)
     take_back(state)
     return clipped * CLIPPED + done
 

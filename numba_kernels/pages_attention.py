@@ -13,7 +13,7 @@ import numpy as np
 from numba import carray, njit
 from numba.extending import register_jitable
 
-from onnx_inplace.numba_kernels import layout, pages_items, pages_layout, pages_task
+from onnx_inplace.numba_kernels import layout, pages_items, pages_join, pages_layout, pages_task
 from onnx_inplace.numba_kernels.floats import (
     exp2,
     float32_at,
@@ -28,7 +28,10 @@ from onnx_inplace.numba_kernels.memory import call, copy, fetch_add, kernel
 from onnx_inplace.numba_kernels.pages_lanes import rotate
 from onnx_inplace.numba_kernels.pages_layout import read_half
 
-HEADER = 64  # bytes: a counter of items, the number of splits
+TOKENS = 64
+"""Bytes of workspace that hold a counter of items, the number of splits, and Tables; behind them
+are ``pages_join.Words``."""
+HEADER = 192  # bytes: all of these
 LOG2_E = np.float32(1.4426950408889634)
 
 
@@ -180,7 +183,7 @@ def _first_page(x, at, lengths, splits, number):
 
 
 @njit
-def _attend(x, at, query, i, lengths, space, own):
+def _attend(x, at, query, tokens, i, lengths, space, own):
     """Sum up an item, a ``Part``, in workspace ``own``; where sums and states are, the next item.
 
     Row ``t * group + g`` is token t in head g. The next item is taken before the last page of this
@@ -205,12 +208,15 @@ def _attend(x, at, query, i, lengths, space, own):
     n = carray(int64_at(task), (pages_task.WORDS,))
     n[4], n[7], n[8], n[11], n[12], n[13] = rows, queries, rotated, limits, x.softcap, scratch
     end = (i.high + page_size - 1) // page_size
+    joined = end - 1 if tokens != 0 and i.low < i.high == i.length else np.int64(-1)
     all_low, all_high = pages_items.seen_by_all(x, i)
     # What stays from page to page is written once: a page is a third of a microsecond.
     format_, whole, number = np.int64(-1), False, np.int64(-1)
     key = value = kernel_ = np.int64(0)
     for block in range(i.low // page_size, end):
         begin = block * page_size
+        if block == joined:
+            pages_join.join(tokens, i.b, h, (scratch + 63) // 64 * 64)
         if all_low <= begin and begin + page_size <= all_high:
             first, last = 0, page_size
             if not whole:
@@ -303,12 +309,13 @@ def _merge(x, output, sinks, splits, results):
 
 
 @kernel(layout.KERNEL)
-def attend(layout_at, query, tables, unused, output, lengths, mask, sinks, space, worker, workers):
+def attend(layout_at, query, tables, tokens, output, lengths, mask, sinks, space, worker, workers):
     """Part of a worker: it takes items until none is left. A single worker joins the parts as well.
 
-    ``tables``: address of Tables as int64. ``unused`` and ``mask``: 0. ``space``: workspace whose
-    first two int64 are 0 and the number of splits, see :func:`workspace_size`. Otherwise as
-    ``layout.Places``.
+    ``tables``: address of Tables as int64. ``tokens``: address of ``pages_join.Words`` of tokens
+    that are ``pages_join.apart`` and not yet written, with one query row for each query head; or 0.
+    ``mask``: 0. ``space``: workspace whose first two int64 are 0 and the number of splits, see
+    :func:`workspace_size`. Otherwise as ``layout.Places``.
 
     Danger: pages, lengths and block tables are not checked here.
     """
@@ -321,7 +328,7 @@ def attend(layout_at, query, tables, unused, output, lengths, mask, sinks, space
     number = fetch_add(space, 1)
     while number < every:
         i = pages_items.part_of(x, lengths, splits, number)
-        sums, states, number = _attend(x, at, query, i, lengths, space, own)
+        sums, states, number = _attend(x, at, query, tokens, i, lengths, space, own)
         if splits == 1:
             _finish(x, output, sinks, i.b, i.h, i.row, i.rows, sums, states, 1, 0)
             continue

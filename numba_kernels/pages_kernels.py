@@ -13,6 +13,7 @@ from onnx_inplace.numba_kernels import (
     pages_attention,
     pages_bytes,
     pages_bytes_lanes,
+    pages_heads,
     pages_portable,
     pages_prefill,
     pages_rows,
@@ -73,6 +74,8 @@ class Kernels:
             rows = item_rows(x.group * x.tokens, x.batch * x.kv_heads, self.rows)
             kernels, prepared = self.many, 0
         scratch = max(self.scratch, pages_portable.scratch_size(x.head_size))
+        if x.tokens == 1:  # that may be written from there
+            scratch = max(scratch, pages_heads.workspace_size(x.page_size, x.head_size) + 64)
         x = x._replace(rows=rows, scratch=scratch, prepared=prepared)
         return x._replace(worker_bytes=pages_attention.worker_bytes(x)), kernels
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeGuard
 
 from onnx_inplace.compiler import steps
-from onnx_inplace.numba_kernels import objects, pages, pages_append_attend
+from onnx_inplace.numba_kernels import objects, pages, pages_append_attend, pages_join
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.numba_kernels.pages_append_attend import (
     CLIPPED,
@@ -58,6 +58,11 @@ class _Layer(layer.Layer):
     calls: ClassVar[types.ModuleType] = pages_append_attend
     steps: tuple[steps.Kernel, steps.Kernel]
 
+    def ready(self) -> Callable[[int, int, int, int], int]:
+        """See ``layer.Layer``; what is called by address, too."""
+        pages_join.joiner.ready()
+        return super().ready()
+
     def serves(self, roots: Mapping[str, Any]) -> bool:
         """Whether the cache is there, and page ids are places in its table."""
         cache = roots.get(self.steps[0].roots[0])
@@ -91,8 +96,9 @@ class _Layer(layer.Layer):
         (expected, kept), plain = found, call.plain
         tokens, reach = values.shape[-2], -1 if options.left < 0 else query.shape[2] + options.left
         sizes = batch, blocks, store.page_size, tokens, reach
+        joiner = pages_join.joiner.ready().address if tokens == query.shape[2] == 1 else 0
         writer = pages.writer.ready().address
-        calls = writer, address(new), plain.kernel, plain.layout, call.page_kernels
+        calls = writer, joiner, address(new), plain.kernel, plain.layout, call.page_kernels
         words = address(store.table.words), address(store.codec.words)
         numbers = pages_append_attend.table(
             expected,

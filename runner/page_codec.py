@@ -12,7 +12,7 @@ import numpy as np
 
 from onnx_inplace.compiler import errors, formats
 from onnx_inplace.compiler.formats import PageFormat
-from onnx_inplace.numba_kernels import pages, pages_layout
+from onnx_inplace.numba_kernels import pages, pages_heads, pages_layout
 from onnx_inplace.numba_kernels.memory import address
 from onnx_inplace.runner import page_description, workspace
 from onnx_inplace.runner.attend import KINDS
@@ -55,7 +55,7 @@ class Codec:
                 self._try(format)
         if not self.formats:
             formats.FLOAT32.layout(self.dims)  # says what is wrong with the dimensions
-        self.space = pages.workspace_size(*self.dims[2:])
+        self.space = pages_heads.workspace_size(*self.dims[2:])
         self._write, self._writer = pages.write.ready(), pages.writer.ready().address
 
     def _add(self, format: PageFormat) -> int:
@@ -163,7 +163,7 @@ class Codec:
 
 
 def tokens_layout(values: Array, blocks: int) -> Array:
-    """What kernels are told of new tokens; see ``numba_kernels.pages.Values``.
+    """What kernels are told of new tokens; see ``numba_kernels.pages_heads.Values``.
 
     Args:
         values: (2, batch, heads, n, head_size), elements of a row are neighbours.

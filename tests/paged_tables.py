@@ -11,6 +11,7 @@ from onnx_inplace.numba_kernels import (
     invoke,
     pages,
     pages_attention,
+    pages_heads,
     pages_kernels,
 )
 from onnx_inplace.numba_kernels.layout import bits
@@ -48,7 +49,7 @@ class Table:
             self.raw.append(memory[begin : begin + size])
             self.raw[-1][:] = 0
         self.addresses = np.array([address(r) for r in self.raw], np.int64)
-        self._space = np.empty(pages.workspace_size(*dims[2:]) + 64, np.uint8)
+        self._space = np.empty(pages_heads.workspace_size(*dims[2:]) + 64, np.uint8)
 
     def set_offsets(self, page, offsets):
         """Store offsets of channels (heads, size), where the format has them."""
@@ -75,7 +76,7 @@ class Table:
         if values.ndim == 4:
             values = values[:, None]
         layout = np.array(
-            pages.Values(
+            pages_heads.Values(
                 values.shape[1], values.shape[3], KINDS[values.dtype], *values.strides[:4],
                 blocks.shape[1],
             ),

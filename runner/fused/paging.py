@@ -8,7 +8,7 @@ import numpy as np
 
 from onnx_inplace.compiler import errors
 from onnx_inplace.compiler.fused import Operation
-from onnx_inplace.numba_kernels import pages
+from onnx_inplace.numba_kernels import pages_heads
 from onnx_inplace.numba_kernels.fused import paging as kernels
 from onnx_inplace.numba_kernels.memory import OnDemand, address
 from onnx_inplace.runner import operators_paged_attention, operators_pages
@@ -48,7 +48,7 @@ def update(b: Builder, o: Operation) -> None:
         layout=address(b.lasting(np.array(layout, np.int64))),
         values=address(values),
         positions=address(position),
-        space=address(b.lasting(aligned(pages.workspace_size(*cache.dims[2:])))),
+        space=address(b.lasting(aligned(pages_heads.workspace_size(*cache.dims[2:])))),
         clipped=address(writing.clipped),
     )
     b.emit(kernels.write, block, [values], [b.pages.bytes_of(cache)])
