@@ -62,6 +62,8 @@ class Allocator:
         own.give, own.take_back = slots.give.ready().address, slots.take_back.ready().address
         own.information, own.keep = slots.describe.ready().address, slots.keep.ready().address
         functions.call("RegisterAllocator", environment, self.pool.at)
+        # Sessions and threads of the library end with the process, behind the interpreter.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
 
 def share(functions: Functions, environment: int, memory: int) -> Allocator:
