@@ -31,7 +31,7 @@ from onnx_inplace.numba_kernels.pages_layout import read_half
 TOKENS = 64
 """Bytes of workspace that hold a counter of items, the number of splits, and Tables; behind them
 are ``pages_join.Words``."""
-HEADER = 192  # bytes: all of these
+HEADER = TOKENS + -(-8 * pages_join.Words.END // 64) * 64  # bytes: all of these
 LOG2_E = np.float32(1.4426950408889634)
 
 

@@ -35,6 +35,19 @@ def _smaller(e: Emitter, a: Value, b: Value) -> Value:
     return e.builder.select(e.builder.fcmp_ordered("<", a, b), a, b)
 
 
+def _range_by_lane(e: Emitter, row: Value, vectors: Value) -> tuple[Value, Value]:
+    """The smallest and largest numbers of a row's vectors of 16, lane by lane."""
+    b = e.builder
+    least, most = (cgutils.alloca_once(b, VECTOR) for _ in range(2))
+    for place in (least, most):
+        b.store(e.load(row), place)
+    with e.loop(vectors) as i:
+        x = e.load(e.add(row, e.times(i, _VECTOR_BYTES)))
+        b.store(_smaller(e, b.load(least), x), least)
+        b.store(e.maximum(b.load(most), x), most)
+    return b.load(least), b.load(most)
+
+
 @intrinsic
 def ranges_of_tokens(typing_context, rows, size, vectors, count, to, space):
     """The smallest and largest numbers, none of them NaN, of ``count`` rows: one a lane.
@@ -48,18 +61,11 @@ def ranges_of_tokens(typing_context, rows, size, vectors, count, to, space):
     def generate(context, builder, signature, arguments):
         e = Emitter(builder)
         rows, size, vectors, count, to, space = arguments
-        least, most = (cgutils.alloca_once(builder, VECTOR) for _ in range(2))
         with e.loop(count) as j:
             row = e.add(rows, e.times(e.times(size, 4), j))
-            for place in (least, most):
-                builder.store(e.load(row), place)
-            with e.loop(vectors) as i:
-                x = e.load(e.add(row, e.times(i, _VECTOR_BYTES)))
-                builder.store(_smaller(e, builder.load(least), x), least)
-                builder.store(e.maximum(builder.load(most), x), most)
             own = e.add(space, e.times(j, 2 * _VECTOR_BYTES))
-            e.store(builder.load(least), own)
-            e.store(builder.load(most), e.add(own, _VECTOR_BYTES))
+            for k, x in enumerate(_range_by_lane(e, row, vectors)):
+                e.store(x, e.add(own, k * _VECTOR_BYTES))
         for k, combine in enumerate((lambda a, b: _smaller(e, a, b), e.maximum)):
             rows_ = [e.load(e.add(space, (2 * j + k) * _VECTOR_BYTES)) for j in range(LANES)]
             e.store(e.joined(combine, rows_), e.add(to, k * _VECTOR_BYTES))
@@ -80,15 +86,7 @@ def range_of_token(typing_context, row, vectors, to):
     def generate(context, builder, signature, arguments):
         e = Emitter(builder)
         row, vectors, to = arguments
-        least, most = (cgutils.alloca_once(builder, VECTOR) for _ in range(2))
-        for place in (least, most):
-            builder.store(e.load(row), place)
-        with e.loop(vectors) as i:
-            x = e.load(e.add(row, e.times(i, _VECTOR_BYTES)))
-            builder.store(_smaller(e, builder.load(least), x), least)
-            builder.store(e.maximum(builder.load(most), x), most)
-        for k, place in enumerate((least, most)):
-            x = builder.load(place)
+        for k, x in enumerate(_range_by_lane(e, row, vectors)):
             for distance in (8, 4, 2, 1):  # lane 0 is the result, by the order of ``joined``
                 other = e.shuffle(x, x, [(lane + distance) % LANES for lane in range(LANES)])
                 x = e.maximum(x, other) if k else _smaller(e, x, other)
