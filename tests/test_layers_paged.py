@@ -6,6 +6,7 @@ from typing import Any
 import deciding
 import driven
 import numpy as np
+import paged_models
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,17 +51,7 @@ def windowed(
     return attended, updated
 
 
-@model
-def batched(
-    cache: Mutable[Pages],
-    table: INT64["batch", "blocks"],
-    query: FLOAT["batch", HEADS, "n", SIZE],
-    values: FLOAT[2, "batch", KV_HEADS, "n", SIZE],
-    position: INT64["batch"],
-    lengths: INT64["batch"],
-) -> tuple[FLOAT["batch", HEADS, "n", SIZE], Alias["cache"]]:
-    updated = kv.PagedCacheUpdate(cache, table, values, position)
-    return kv.PagedAttention(query, updated, table, lengths, is_causal=1), updated
+batched = paged_models.batched(Pages, HEADS, KV_HEADS, SIZE)
 
 
 def feeds_of(

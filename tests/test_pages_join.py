@@ -5,29 +5,20 @@ from typing import Any
 import deciding
 import driven
 import numpy as np
+import paged_models
 import pytest
 
 from onnx_inplace import PagedCache, Session, formats
-from onnx_inplace.dsl import FLOAT, INT64, Alias, Mutable, Paged, kv, model
+from onnx_inplace.dsl import FLOAT, Paged
 from onnx_inplace.numba_kernels import pages_append_attend, pages_join
 from onnx_inplace.numba_kernels.append_attend import DONE
 from onnx_inplace.numba_kernels.memory import address
 
 HEADS, KV_HEADS, PAGE, SIZE = 6, 3, 16, 32
-Page = FLOAT[2, KV_HEADS, PAGE, SIZE]
+Pages = Paged[(FLOAT[2, KV_HEADS, PAGE, SIZE], *formats.BUILTIN.values())]
 
 
-@model
-def batched(
-    cache: Mutable[Paged[(Page, *formats.BUILTIN.values())]],
-    table: INT64["batch", "blocks"],
-    query: FLOAT["batch", HEADS, "n", SIZE],
-    values: FLOAT[2, "batch", KV_HEADS, "n", SIZE],
-    position: INT64["batch"],
-    lengths: INT64["batch"],
-) -> tuple[FLOAT["batch", HEADS, "n", SIZE], Alias["cache"]]:
-    updated = kv.PagedCacheUpdate(cache, table, values, position)
-    return kv.PagedAttention(query, updated, table, lengths, is_causal=1), updated
+batched = paged_models.batched(Pages, HEADS, KV_HEADS, SIZE)
 
 
 def apart(tables: list[list[int]], positions: list[int], lengths: list[int]) -> bool:
